@@ -1,0 +1,10 @@
+"""kvjax: SGLang's KV-cache memory pools as immutable JAX pytrees, updated inside compiled programs.
+
+Three mappings: request -> row (kvjax.rows), token position -> slot (kvjax.allocators), slot -> bytes (kvjax.pools).
+kvjax.ledger ties a request table and an allocator together; kvjax.invariants checks the result.
+"""
+
+from kvjax.allocators import PagedTokenToKVPoolAllocator as PagedTokenToKVPoolAllocator
+from kvjax.allocators import TokenToKVPoolAllocator as TokenToKVPoolAllocator
+from kvjax.allocators import segment_pages as segment_pages
+from kvjax.rows import ReqToTokenPool as ReqToTokenPool

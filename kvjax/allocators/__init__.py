@@ -1,0 +1,5 @@
+"""Second mapping, token position -> slot: the allocators."""
+
+from kvjax.allocators.paged import PagedTokenToKVPoolAllocator as PagedTokenToKVPoolAllocator
+from kvjax.allocators.paged import segment_pages as segment_pages
+from kvjax.allocators.token import TokenToKVPoolAllocator as TokenToKVPoolAllocator

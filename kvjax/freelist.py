@@ -1,0 +1,90 @@
+"""Which ids are free, answered in O(batch): a free list with a sparse-set witness.
+
+A stack of free ids and `pos`, one entry per id. A release writes `pos[id]` = the place where it put the id; taking
+ids never touches it. An id is free exactly when `pos[id]` points inside the live part of the list and the list holds
+the id there: a stale entry fails one of the two tests. (Briggs and Torczon, "An efficient representation for sparse
+sets", 1993.) Releases use it to refuse what is already free, so a page can never be handed to two owners.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from kvjax.indexing import in_range, parked, put, take
+from kvjax.layout import INT32_MAX, INT32_MIN
+from kvjax.operation import once_if
+
+
+def staged_at(index: jax.Array) -> jax.Array:
+    """Witness value of the id at `index` of the staged list: negative, so that it cannot be taken for a stack index."""
+    return -1 - index
+
+
+def is_free(
+    ids: jax.Array,
+    pos: jax.Array,
+    stack: jax.Array,
+    count: jax.Array,
+    staged: jax.Array | None = None,
+    num_staged: jax.Array | None = None,
+) -> jax.Array:
+    """bool, shape of ids: the id lies in stack[:count] (or in staged[:num_staged]). False for ids out of range."""
+    at = take(pos, ids)
+    found = in_range(at, count) & (take(stack, at) == ids)
+    if staged is not None:
+        back = staged_at(at)  # its own inverse
+        found |= in_range(back, num_staged) & (take(staged, back) == ids)
+    return found & in_range(ids, pos.shape[0], 1)
+
+
+def first_occurrences(ids: jax.Array, pos: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Marks the first lane of every distinct id in range; O(batch), no sort.
+
+    Returns (pos with the ids' entries overwritten by marks, first: bool[m]). The caller must write the entry of every
+    `first` lane again.
+    """
+    lane = jnp.arange(ids.shape[0], dtype=jnp.int32) + INT32_MIN  # below every witness value
+    real = in_range(ids, pos.shape[0], 1)
+    marked = pos.at[parked(ids, pos.shape[0], real)].min(lane, mode="drop")
+    return marked, real & (take(marked, ids) == lane)
+
+
+def count_distinct(ids: jax.Array, wanted: jax.Array) -> jax.Array:
+    """How many different ids the wanted lanes hold (any int32 values); costs a sort only when a lane is wanted."""
+
+    def counted(_: jax.Array) -> jax.Array:
+        other, key = lax.sort((jnp.where(wanted, 0, 1).astype(jnp.int32), ids), num_keys=2)
+        new = jnp.concatenate([jnp.ones(1, bool), key[1:] != key[:-1]]) if ids.shape[0] else jnp.zeros(0, bool)
+        return jnp.sum(new & (other == 0), dtype=jnp.int32)
+
+    return once_if(jnp.any(wanted), counted, jnp.zeros((), jnp.int32))
+
+
+def exclusive_rank(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(how many earlier lanes are set: i32[m], how many are set in all: i32[])."""
+    inclusive = jnp.cumsum(mask.astype(jnp.int32), dtype=jnp.int32)
+    total = inclusive[-1] if mask.shape[0] else jnp.zeros((), jnp.int32)
+    return inclusive - mask, total
+
+
+def occurrences(ids: jax.Array, live: jax.Array, limit: int) -> tuple[jax.Array, jax.Array]:
+    """i32[limit + 1]: how often each id 1 .. limit stands in the live lanes; i32[]: live lanes outside. O(limit)."""
+    real = live & in_range(ids, limit + 1, 1)
+    times = jnp.zeros(limit + 1, jnp.int32).at[jnp.where(real, ids, 0)].add(real.astype(jnp.int32))
+    return times, jnp.sum(live & ~real, dtype=jnp.int32)
+
+
+def new_tokens(prefix: jax.Array, seq: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
+    """Tokens that each lane adds and whether the lengths make sense.
+
+    prefix, seq: i32[b]. Returns (new i32[b], 0 where the lane's lengths are out of order; legal bool[]: 0 <= prefix
+    <= seq everywhere and at most `capacity` new tokens in all, no sum having passed int32).
+    """
+    ordered = (prefix >= 0) & (seq >= prefix)
+    new = jnp.where(ordered, seq - jnp.where(ordered, prefix, 0), 0)
+    legal = jnp.all(ordered & (new <= capacity)) & (jnp.sum(new, dtype=jnp.int32) <= capacity)
+    if prefix.shape[0] * capacity > INT32_MAX:  # only then can the int32 sum wrap
+        legal &= jnp.sum(new.astype(jnp.float32)) < 2.0**31
+    return new, legal

@@ -1,0 +1,3 @@
+"""First mapping, request -> row: the request tables."""
+
+from kvjax.rows.req_to_token import ReqToTokenPool as ReqToTokenPool

@@ -1,0 +1,84 @@
+"""alloc_extend as one Pallas kernel (Triton lowering), one program per block of output tokens.
+
+Every program sums up the lanes for itself (b numbers in registers), so programs share nothing and one launch is
+enough; long and short lanes cost the same, because the grid follows the output and not the lanes. The last block
+is moved back to end at the capacity: it stores tokens of its neighbour a second time, with the same values, so no
+store is masked (interpret mode writes old values through the index of a masked one).
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.arguments import ceil_div, div, power_of_two
+
+COMPARISONS = 32_768  # tokens x lanes that one program compares; keeps them in registers of 4 warps
+
+
+def _kernel(
+    stack, free_count, prefix_lens, seq_lens, last_loc, loc, new_pages, ok, *, page_size: int, block: int
+):
+    batch, capacity = prefix_lens.shape[0], loc.shape[0]
+    lane = jnp.arange(power_of_two(batch), dtype=jnp.int32)
+    real = lane < batch
+    lane = jnp.minimum(lane, batch - 1)
+    prefix, seq = plgpu.load(prefix_lens.at[lane]), plgpu.load(seq_lens.at[lane])
+    new = jnp.where(real, seq - prefix, 0)
+    pages = jnp.where(real, ceil_div(seq, page_size) - ceil_div(prefix, page_size), 0)
+    end, page_end = jnp.cumsum(new), jnp.cumsum(pages)
+    total, needed = jnp.sum(new), jnp.sum(pages)
+    free = free_count[()]
+    enough = (needed <= free) & (total <= capacity)
+
+    token = jnp.minimum(pl.program_id(0) * block, capacity - block) + jnp.arange(block, dtype=jnp.int32)
+    passed = end[None, :] <= token[:, None]  # bool[block, lanes]: the lane lies wholly before the token
+    mine = jnp.minimum(jnp.sum(passed.astype(jnp.int32), axis=1), batch - 1)
+    start = jnp.max(jnp.where(passed, end[None, :], 0), axis=1)
+    first = jnp.max(jnp.where(passed, page_end[None, :], 0), axis=1)
+
+    base = plgpu.load(prefix_lens.at[mine])
+    position = base + token - start
+    nth = div(position, page_size) - ceil_div(base, page_size)  # negative: still the prefix's last page
+    in_use = enough & (token < total)
+    opened = in_use & (nth >= 0)
+    page = plgpu.load(stack.at[jnp.where(opened, free - 1 - first - nth, 0)])
+    fresh = page * page_size + lax.rem(position, jnp.int32(page_size))
+    follow = plgpu.load(last_loc.at[mine]) + 1 + token - start
+    plgpu.store(loc.at[token], jnp.where(opened, fresh, jnp.where(in_use, follow, 0)))
+
+    @pl.when(pl.program_id(0) == 0)
+    def _():
+        new_pages[()] = jnp.where(enough, needed, 0)
+        ok[()] = enough
+
+
+def alloc_extend(
+    stack: jax.Array,
+    free_count: jax.Array,
+    prefix_lens: jax.Array,
+    seq_lens: jax.Array,
+    last_loc: jax.Array,
+    *,
+    page_size: int,
+    capacity: int,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """See `pallas_kernels.alloc_extend`, which checks the arguments."""
+    block = max(32, min(256, COMPARISONS // power_of_two(prefix_lens.shape[0])))
+    block = min(block, power_of_two(capacity + 1) // 2)  # a power of two that fits into the output
+    return pl.pallas_call(
+        functools.partial(_kernel, page_size=page_size, block=block),
+        out_shape=(
+            jax.ShapeDtypeStruct((capacity,), jnp.int32),
+            jax.ShapeDtypeStruct((), jnp.int32),
+            jax.ShapeDtypeStruct((), jnp.bool_),
+        ),
+        grid=(pl.cdiv(capacity, block),),
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name="alloc_extend",
+    )(stack, free_count, prefix_lens, seq_lens, last_loc)

@@ -1,0 +1,57 @@
+"""What the operations of this package share: argument checks on the host, arithmetic on counts that are >= 0."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def div(x: jax.Array, d: int) -> jax.Array:
+    """x // d for x >= 0: lax.div spares the sign handling of `//`."""
+    return lax.div(x, jnp.int32(d))
+
+
+def ceil_div(x: jax.Array, d: int) -> jax.Array:
+    """ceil(x / d) for x >= 0, without the sum x + d - 1 that could pass int32."""
+    return div(x, d) + (lax.rem(x, jnp.int32(d)) != 0).astype(jnp.int32)
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two >= n >= 1."""
+    return 1 << (n - 1).bit_length()
+
+
+def check_size(name: str, value: int) -> None:
+    """ValueError unless `value` is a Python int >= 1."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} must be a Python int of at least 1, got {value!r}")
+
+
+def check_stack(stack: jax.Array, free_count: jax.Array) -> None:
+    """ValueError unless stack is i32[num_pages >= 1] and free_count i32[]."""
+    check_array("stack", stack, jnp.int32, (None,))
+    check_array("free_count", free_count, jnp.int32, ())
+    if stack.shape[0] == 0:
+        raise ValueError("stack has shape (0,): a pool needs at least one page")
+
+
+def check_lanes(dtypes: dict[str, type], **lanes: jax.Array) -> None:
+    """ValueError unless every lane array has the dtype named for it and one common shape [b >= 1]."""
+    batch = None
+    for name, array in lanes.items():
+        check_array(name, array, dtypes.get(name, jnp.int32), (batch,))
+        batch = array.shape[0]
+    if batch == 0:
+        raise ValueError(f"{', '.join(lanes)} are empty: a batch needs at least one lane (mark it unused instead)")
+
+
+def check_array(name: str, array: jax.Array, dtype: type, shape: tuple[int | None, ...]) -> None:
+    """ValueError unless `array` has `dtype` and `shape` (None: any extent)."""
+    fits = len(array.shape) == len(shape) and all(
+        w in (None, g) for w, g in zip(shape, array.shape, strict=True)
+    )
+    if not fits or array.dtype != dtype:
+        wanted = ", ".join("any" if w is None else str(w) for w in shape)
+        raise ValueError(
+            f"{name} must be {jnp.dtype(dtype).name}[{wanted}], got {array.dtype.name}{list(array.shape)}; "
+            f"cast or reshape it before the call"
+        )

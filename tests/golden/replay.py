@@ -1,0 +1,75 @@
+"""What the replays of recorded operation traces share: padding to fixed shapes, and complete comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.golden import traces
+
+HEADER_KEYS = {"system", "config", "source", "seed", "ops", "limits", "initial"}
+
+
+@dataclass
+class Trace:
+    """One recorded run: header facts and operations; `widths` are fixed shapes for the whole file."""
+
+    path: Path
+    config: dict[str, Any]
+    limits: dict[str, int]
+    initial: dict[str, Any]
+    ops: list[dict[str, Any]]
+
+    @classmethod
+    def load(cls, path: Path, system: str, config_keys: set[str]) -> Trace:
+        header, ops = traces.load_jsonl(path)
+        assert set(header) == HEADER_KEYS, f"unknown header keys {set(header) ^ HEADER_KEYS}"
+        assert header["system"] == system
+        assert set(header["config"]) == config_keys, f"unknown config keys {set(header['config']) ^ config_keys}"
+        assert len(ops) == header["ops"], f"{len(ops)} operations, the header says {header['ops']}"
+        return cls(path, header["config"], header["limits"], header["initial"], ops)
+
+    def width(self, lengths: Callable[[dict[str, Any]], Iterable[int]]) -> int:
+        """The largest number that `lengths` yields for any operation (at least 1)."""
+        return max((n for op in self.ops for n in lengths(op)), default=1) or 1
+
+
+def pad(values: Iterable[int], width: int, fill: int = 0) -> np.ndarray:
+    """i32[width]: the values, then `fill`. A list that does not fit is an error, never cut."""
+    values = list(values)
+    assert len(values) <= width, f"{len(values)} values in a width of {width}"
+    return np.asarray(values + [fill] * (width - len(values)), np.int32)
+
+
+def lanes(count: int, width: int) -> np.ndarray:
+    """bool[width]: the first `count` lanes."""
+    return np.arange(width) < count
+
+
+def run(trace: Trace, state: Any, step: Callable, observe: Callable[[Any], dict[str, Any]], extras=frozenset()) -> Any:
+    """Apply every operation and compare everything recorded about it.
+
+    step(state, name, args) -> (state, result, extras: dict); observe(state) -> the observable state by name.
+    """
+    compare("initial", trace.initial, observe(state))
+    for index, op in enumerate(trace.ops):
+        where = f"{trace.path.name} op {index} {op['op']}"
+        known = {"op", "args", "result", "after"} | extras
+        assert set(op) <= known, f"{where}: unknown keys {set(op) - known}"
+        state, result, seen = step(state, op["op"], op["args"])
+        assert result == op["result"], f"{where}: got {result}, recorded {op['result']}"
+        for name in extras & set(op):
+            assert seen[name] == op[name], f"{where}: {name} is {seen[name]}, recorded {op[name]}"
+        compare(where, op["after"], observe(state))
+    return state
+
+
+def compare(where: str, recorded: dict[str, Any], seen: dict[str, Any]) -> None:
+    assert recorded, f"{where}: nothing recorded"
+    assert set(recorded) <= set(seen), f"{where}: unknown observations {set(recorded) - set(seen)}"
+    for name, value in recorded.items():
+        assert seen[name] == value, f"{where}: {name} is {seen[name]}, recorded {value}"
