@@ -7,4 +7,10 @@ kvjax.ledger ties a request table and an allocator together; kvjax.invariants ch
 from kvjax.allocators import PagedTokenToKVPoolAllocator as PagedTokenToKVPoolAllocator
 from kvjax.allocators import TokenToKVPoolAllocator as TokenToKVPoolAllocator
 from kvjax.allocators import segment_pages as segment_pages
+from kvjax.invariants import check_invariants as check_invariants
+from kvjax.ledger import Ledger as Ledger
+from kvjax.ledger import alloc_for_decode as alloc_for_decode
+from kvjax.ledger import alloc_for_extend as alloc_for_extend
+from kvjax.ledger import release_rows as release_rows
+from kvjax.ledger import set_committed as set_committed
 from kvjax.rows import ReqToTokenPool as ReqToTokenPool

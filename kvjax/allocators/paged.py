@@ -128,7 +128,7 @@ class PagedTokenToKVPoolAllocator:
 
     def to_lists(self) -> tuple[list[int], list[int]]:
         """(free pages, next one first; staged pages in release order), read to the host."""
-        free, staged = int(self.free_pages), int(self.staged_pages)
+        free, staged, _ = np.asarray(self.counters).tolist()
         waiting = [] if self.staged is None else np.asarray(self.staged)[:staged].tolist()
         return np.asarray(self.stack)[:free][::-1].tolist(), waiting
 

@@ -99,7 +99,7 @@ class TokenToKVPoolAllocator:
 
     def to_lists(self) -> tuple[list[int], list[int]]:
         """(free slots, next one first; staged slots in release order), read to the host."""
-        head, free, staged = (int(x) for x in self.counters[:FAULTS])
+        head, free, staged, _ = np.asarray(self.counters).tolist()
         waiting = [] if self.staged is None else np.asarray(self.staged)[:staged].tolist()
         return np.roll(np.asarray(self.ring), -head)[:free].tolist(), waiting
 
@@ -131,7 +131,7 @@ class TokenToKVPoolAllocator:
         width, need = positive("capacity", capacity), int32("need", need, 0)
         return self._alloc(need, (need >= 0) & (need <= width), width)
 
-    @operation("capacity")
+    @operation("capacity", "implementation")
     def alloc_extend(
         self,
         prefix_lens: jax.Array,
@@ -140,10 +140,12 @@ class TokenToKVPoolAllocator:
         *,
         capacity: int,
         num_lanes: jax.Array | None = None,
+        implementation: str | None = None,
     ) -> tuple[TokenToKVPoolAllocator, jax.Array, jax.Array]:
         """sum(seq - prefix) slots, back to back in batch order: what SGLang's caller does at page size 1.
 
-        prefix_lens, seq_lens: i32[b]; last_loc and num_lanes play no part (every token opens a page). Returns
+        prefix_lens, seq_lens: i32[b]; last_loc, num_lanes and implementation play no part (every token opens a page,
+        and there is nothing to choose: the slots are one slice of the ring). Returns
         (allocator, loc i32[capacity], ok); seq < prefix and more than `capacity` new tokens are refused.
         """
         width = positive("capacity", capacity)
@@ -152,9 +154,9 @@ class TokenToKVPoolAllocator:
         new, legal = freelist.new_tokens(prefix, seq, width)
         return self._alloc(jnp.sum(new, dtype=jnp.int32), legal, width)
 
-    @operation()
+    @operation("implementation")
     def alloc_decode(
-        self, seq_lens: jax.Array, last_loc: jax.Array, active: jax.Array
+        self, seq_lens: jax.Array, last_loc: jax.Array, active: jax.Array, *, implementation: str | None = None
     ) -> tuple[TokenToKVPoolAllocator, jax.Array, jax.Array]:
         """One slot for every active lane of length >= 1, in lane order. Returns (allocator, loc i32[b], ok)."""
         seq = int32("seq_lens", seq_lens, 1)

@@ -66,7 +66,7 @@ class ReqToTokenPool:
 
     def to_list(self) -> list[int]:
         """The free list, oldest entry first, read to the host."""
-        return np.asarray(self.free_rows_list)[: int(self.available_size())].tolist()
+        return np.asarray(self.free_rows_list)[: int(np.asarray(self.counters)[FREE])].tolist()
 
     def is_free(self, rows: jax.Array) -> jax.Array:
         """bool, shape of rows: the row is on the free list; False for ids out of range."""

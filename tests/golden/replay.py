@@ -50,6 +50,13 @@ def lanes(count: int, width: int) -> np.ndarray:
     return np.arange(width) < count
 
 
+def taken(loc: Any, count: int, ok: Any) -> list[int] | None:
+    """The first `count` slots, or None where the call failed; everything behind them must be 0."""
+    slots = np.asarray(loc)  # sliced on the host: an eager slice would compile for every length
+    assert not slots[count if ok else 0 :].any(), "padding must be 0"
+    return slots[:count].tolist() if ok else None
+
+
 def run(trace: Trace, state: Any, step: Callable, observe: Callable[[Any], dict[str, Any]], extras=frozenset()) -> Any:
     """Apply every operation and compare everything recorded about it.
 

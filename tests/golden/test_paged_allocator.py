@@ -43,16 +43,16 @@ def test_paged_allocator_trace(path):
         match name, sorted(args):
             case "alloc", ["n"]:
                 a, loc, ok = alloc(a, args["n"])
-                return a, _taken(loc, args["n"], ok), {}
+                return a, replay.taken(loc, args["n"], ok), {}
             case "alloc_extend", ["last_loc", "prefix_lens", "seq_lens"]:
                 pre, seq = replay.pad(args["prefix_lens"], batch), replay.pad(args["seq_lens"], batch)
                 a, loc, ok = extend(a, pre, seq, replay.pad(args["last_loc"], batch, -1), len(args["seq_lens"]))
-                return a, _taken(loc, _new_tokens(args), ok), {}
+                return a, replay.taken(loc, _new_tokens(args), ok), {}
             case "alloc_decode", ["last_loc", "seq_lens"]:
                 n = len(args["seq_lens"])
                 seq, last = replay.pad(args["seq_lens"], batch), replay.pad(args["last_loc"], batch, -1)
                 a, loc, ok = decode(a, seq, last, replay.lanes(n, batch))
-                return a, _taken(loc, n, ok), {}
+                return a, replay.taken(loc, n, ok), {}
             case "free", ["loc"]:
                 return free(a, replay.pad(args["loc"], width)), None, {}
             case "free_segment", ["loc", "start_pos"]:
@@ -94,7 +94,3 @@ def _new_tokens(args):
 def _pages(item, page_size):
     return len(item.get("free_page_ids", ())) or ceil_div(len(item.get("free_segment", ())), page_size)
 
-
-def _taken(loc, count, ok):
-    assert not loc[count if ok else 0 :].any(), "padding must be 0"
-    return loc[:count].tolist() if ok else None

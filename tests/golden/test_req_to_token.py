@@ -37,11 +37,11 @@ def test_req_to_token_trace(path):
         match name, sorted(args):
             case "alloc_rows", ["n"]:
                 pool, rows, ok = alloc_rows(pool, replay.lanes(args["n"], batch))
-                return pool, rows[: args["n"]].tolist() if ok else None, {}
+                return pool, replay.taken(rows, args["n"], ok), {}
             case "alloc", ["rows_in"]:
                 wanted = replay.pad(args["rows_in"], batch)
                 pool, rows, ok = alloc_rows(pool, wanted == -1)
-                merged = np.where(wanted == -1, rows, wanted)[: len(args["rows_in"])]
+                merged = np.where(wanted == -1, np.asarray(rows), wanted)[: len(args["rows_in"])]
                 return pool, merged.tolist() if ok else None, {}
             case "free_rows", ["rows"]:
                 return free_rows(pool, replay.pad(args["rows"], batch)), None, {}

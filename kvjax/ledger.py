@@ -1,0 +1,277 @@
+"""The ledger: a request table and an allocator as one pytree, and the operations that span both.
+
+`alloc_for_extend` and `alloc_for_decode` do what SGLang's functions of these names do on the host (rows, slots, table),
+inside the program; `release_rows` gives back everything a finished row owns. The ledger is generic over its allocator:
+it uses only `page_size`, `alloc_extend`, `alloc_decode`, `free_page_ids`, `available_size` and `clear`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.allocators import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+from kvjax.indexing import put, put2, take, take2
+from kvjax.layout import NEW_ROW, NO_LOC, ceil_div, page_of, positive, round_down, round_up
+from kvjax.operation import int32, mask, once_if, operation, same_length, state
+from kvjax.ragged import lanes_of
+from kvjax.rows import ReqToTokenPool
+
+Allocator = PagedTokenToKVPoolAllocator | TokenToKVPoolAllocator
+
+COMMITTED, ALLOCATED, OWNED_FROM = range(3)  # columns of `lens`
+
+
+@state
+class Ledger:
+    """Who holds what: rows, the slots of their tokens, and how much of each row is its own."""
+
+    table: ReqToTokenPool
+    allocator: Allocator
+    lens: jax.Array  # i32[size + 1, 3], tokens: committed, allocated, owned_from of each row; 0 for free rows
+
+    @classmethod
+    def create(cls, table: ReqToTokenPool, allocator: Allocator) -> Ledger:
+        """A ledger without live rows over a fresh request table and a fresh allocator."""
+        return cls(table, allocator, jnp.zeros((table.size + 1, 3), jnp.int32))
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page; 1 with the token allocator."""
+        return self.allocator.page_size
+
+    @property
+    def committed(self) -> jax.Array:
+        """i32[size + 1]: tokens of each row whose KV is in the pool, or will be when the step ends."""
+        return self.lens[..., COMMITTED]
+
+    @property
+    def allocated(self) -> jax.Array:
+        """i32[size + 1]: tokens of each row that have a slot; at least `committed`."""
+        return self.lens[..., ALLOCATED]
+
+    @property
+    def owned_from(self) -> jax.Array:
+        """i32[size + 1], page-aligned: pages before it belong to a prefix tree or to another row."""
+        return self.lens[..., OWNED_FROM]
+
+    @property
+    def faults(self) -> jax.Array:
+        """i32[]: releases of rows and of pages that were refused."""
+        return self.table.faults + self.allocator.faults
+
+    def check_pool(self, pool: Any) -> None:
+        """ValueError unless every slot that the allocator can hand out exists in the pool, and no other.
+
+        A pool with fewer slots would drop writes that the ledger believes in; one with more is wasted memory.
+        """
+        if (pool.size, pool.page_size) != (self.allocator.size, self.allocator.page_size):
+            raise ValueError(
+                f"the allocator hands out slots of {self.allocator.size} tokens in pages of "
+                f"{self.allocator.page_size}, but {type(pool).__name__} holds {pool.size} in pages of "
+                f"{pool.page_size}; create both with the same size and page_size."
+            )
+
+    @operation()
+    def clear(self) -> Ledger:
+        """No live rows, every page free; generations and fault counts stay."""
+        return Ledger(self.table.clear(), self.allocator.clear(), jnp.zeros_like(self.lens))
+
+
+@operation("capacity", "implementation")
+def alloc_for_extend(
+    ledger: Ledger,
+    rows: jax.Array,
+    prefix_lens: jax.Array,
+    seq_lens: jax.Array,
+    *,
+    capacity: int,
+    prefix_loc: jax.Array | None = None,
+    owned_from: jax.Array | None = None,
+    num_lanes: jax.Array | None = None,
+    implementation: str | None = None,
+) -> tuple[Ledger, jax.Array, jax.Array, jax.Array]:
+    """Rows and slots for one chunk of prefill, all or nothing (SGLang: alloc_for_extend).
+
+    rows: i32[b]; -1 takes a new row, a positive row is one that the request holds (a later chunk), 0 is a lane not in
+        use, which must have seq == prefix.
+    prefix_lens, seq_lens: i32[b], tokens before and after the chunk. A held row keeps its first `prefix` tokens: pages
+        beyond the one that the prefix ends in go back before anything is taken, so nothing is lost when a row is
+        resumed below what it was given.
+    prefix_loc: i32[b, t], slots of the first `prefix` tokens of a new row (a prefix found elsewhere); None: new rows
+        start empty.
+    owned_from: i32[b], page-aligned, for new rows: pages before it stay somebody else's. None: every prefix page does.
+    Refused (ok == False, nothing changed): a row that is not live or appears twice, seq past the row's width, a prefix
+        longer than what the row holds, a prefix that ends inside a page which the row does not own, and whatever the
+        allocator refuses.
+
+    Returns (ledger, rows i32[b] with the new rows filled in, loc i32[capacity]: new slots back to back in lane order,
+    ok bool[]). On failure rows and loc are 0.
+    """
+    width, ps, table = positive("capacity", capacity), ledger.page_size, ledger.table
+    rows, prefix, seq = int32("rows", rows, 1), int32("prefix_lens", prefix_lens, 1), int32("seq_lens", seq_lens, 1)
+    b = same_length(rows=rows, prefix_lens=prefix, seq_lens=seq)
+    wants, held = rows == NEW_ROW, rows > 0
+    now = take(ledger.lens, rows)  # of held rows; row 0 otherwise
+    own = jnp.where(wants, round_up(prefix, ps), jnp.minimum(now[:, OWNED_FROM], round_up(prefix, ps)))
+    holds = jnp.where(held, now[:, ALLOCATED], 0)
+    last = jnp.where(held & (prefix > 0), take2(table.req_to_token, rows, prefix - 1), NO_LOC)
+    if owned_from is not None:
+        given = int32("owned_from", owned_from, 1)
+        same_length(rows=rows, owned_from=given)
+        own = jnp.where(wants, given, own)
+    if prefix_loc is not None:
+        found = int32("prefix_loc", prefix_loc, 2)
+        same_length(rows=rows, prefix_loc=found)
+        holds = jnp.where(wants, found.shape[1], holds)
+        lane = jnp.arange(b, dtype=jnp.int32)
+        last = jnp.where(wants & (prefix > 0), take2(found, lane, prefix - 1), last)
+
+    legal = jnp.all(
+        jnp.where(rows == 0, seq == prefix, (wants | table.is_live(rows)) & (prefix >= 0) & (prefix <= holds))
+        & (seq <= table.max_context_len)
+        & (~wants | ((own % ps == 0) & (own >= 0) & (own <= round_up(prefix, ps))))
+        & _may_continue(prefix, own, ps, seq > prefix)
+    )
+    legal &= _distinct(rows, held) & (jnp.sum(wants, dtype=jnp.int32) <= table.available_size())
+
+    # Pages that held rows have beyond their prefix go back first, but only if the whole call will then succeed.
+    keep = jnp.maximum(round_up(prefix, ps), now[:, OWNED_FROM])
+    surplus = jnp.where(held, jnp.maximum(ceil_div(holds, ps) - ceil_div(keep, ps), 0), 0)
+    needed = jnp.where(seq > prefix, ceil_div(seq, ps) - ceil_div(prefix, ps), 0)
+    room = ledger.allocator.available_size() // ps + jnp.sum(surplus, dtype=jnp.int32)
+    # b lanes of at most max_context_len tokens can pass int32 only in tables that no device holds.
+    fits = legal & (jnp.sum(needed, dtype=jnp.int32) <= room) & (jnp.sum(seq - prefix, dtype=jnp.int32) <= width)
+    allocator = once_if(
+        fits & jnp.any(surplus > 0),
+        lambda a: a.free_page_ids(_row_pages(table, rows, keep, holds, surplus > 0, ps)),
+        ledger.allocator,
+    )
+    prefix, seq = jnp.where(legal, prefix, 0), jnp.where(legal, seq, 0)
+    allocator, loc, ok = allocator.alloc_extend(
+        prefix, seq, last, capacity=width, num_lanes=num_lanes, implementation=implementation
+    )
+    ok &= legal
+    table, new_rows, _ = table.alloc_rows(wants & ok)
+    rows = jnp.where(ok, jnp.where(wants, new_rows, rows), 0)
+
+    entries = table.req_to_token
+    if prefix_loc is not None:
+        column = jnp.broadcast_to(jnp.arange(found.shape[1], dtype=jnp.int32), found.shape)
+        row = jnp.broadcast_to(rows[:, None], found.shape)
+        entries = put2(entries, row, column, found, valid=(wants & ok)[:, None] & (column < prefix[:, None]))
+    lane, offset, valid = lanes_of(seq - prefix, width)
+    entries = put2(entries, rows[lane], prefix[lane] + offset, loc, valid=valid & ok)
+    lens = put(ledger.lens, rows, jnp.stack([seq, seq, own], axis=1), valid=ok, lower=1)
+    return Ledger(dataclasses.replace(table, req_to_token=entries), allocator, lens), rows, loc, ok
+
+
+@operation("implementation")
+def alloc_for_decode(
+    ledger: Ledger, rows: jax.Array, active: jax.Array | None = None, *, implementation: str | None = None
+) -> tuple[Ledger, jax.Array, jax.Array, jax.Array]:
+    """A slot for the next token of every active row, all or nothing (SGLang: alloc_for_decode).
+
+    rows: i32[b], 0 = lane not in use; active: bool[b] (None: every row > 0). The next token's position is the row's
+    committed length; a slot that the row already has there (allocated > committed) is used again. Refused: a row that
+    is not live or appears twice, a full row, a page which the row does not own.
+    Returns (ledger, loc i32[b], positions i32[b], ok bool[]); 0 on lanes that are not active and on failure.
+    """
+    rows, table, ps = int32("rows", rows, 1), ledger.table, ledger.page_size
+    live = rows != 0
+    if active is not None:
+        live &= mask("active", active, rows.shape)
+    now = take(ledger.lens, rows)
+    position = jnp.where(live, now[:, COMMITTED], 0)
+    has = live & (position < now[:, ALLOCATED])
+    legal = jnp.all(
+        ~live
+        | table.is_live(rows)
+        & (position < table.max_context_len)
+        & _may_continue(position, now[:, OWNED_FROM], ps, jnp.ones_like(live))
+    ) & _distinct(rows, live)
+    last = jnp.where(live & (position > 0), take2(table.req_to_token, rows, position - 1), NO_LOC)
+    opened = live & ~has & legal
+    allocator, loc, ok = ledger.allocator.alloc_decode(
+        jnp.where(opened, position + 1, 0), last, opened, implementation=implementation
+    )
+    ok &= legal
+    done = live & ok
+    loc = jnp.where(has & ok, take2(table.req_to_token, rows, position), loc)
+    entries = put2(table.req_to_token, rows, position, loc, valid=done)
+    after = jnp.stack([position + 1, jnp.maximum(position + 1, now[:, ALLOCATED]), now[:, OWNED_FROM]], axis=1)
+    lens = put(ledger.lens, rows, after, valid=done, lower=1)
+    out = Ledger(dataclasses.replace(table, req_to_token=entries), allocator, lens)
+    return out, jnp.where(done, loc, 0), jnp.where(done, position, 0), ok
+
+
+@operation()
+def release_rows(ledger: Ledger, rows: jax.Array) -> Ledger:
+    """Give back rows (i32[m], 0 = padding) and the pages that they own, [owned_from, allocated), in lane order.
+
+    The pages go back as one group, as SGLang's do when requests of a batch finish together. A row that is not live
+    changes nothing and counts in the table's faults.
+    """
+    rows, table, ps = int32("rows", rows, 1), ledger.table, ledger.page_size
+    used = table.is_live(rows) & _first(rows)
+    now = take(ledger.lens, rows)
+    owned = used & (now[:, ALLOCATED] > now[:, OWNED_FROM])
+
+    # Only when something is released: [m, pages per row] lanes are many for a decode step that finishes nobody.
+    allocator = once_if(
+        jnp.any(owned),
+        lambda a: a.free_page_ids(_row_pages(table, rows, now[:, OWNED_FROM], now[:, ALLOCATED], owned, ps)),
+        ledger.allocator,
+    )
+    lens = put(ledger.lens, rows, 0, valid=used, lower=1)
+    return Ledger(table.free_rows(rows), allocator, lens)
+
+
+@operation()
+def set_committed(ledger: Ledger, rows: jax.Array, committed_lens: jax.Array) -> tuple[Ledger, jax.Array]:
+    """Say how many tokens of each row count, at most what it was given: how a step takes tokens back.
+
+    rows, committed_lens: i32[b]; row 0 is padding. The slots behind stay with the row and are used again by the next
+    decode, or go back with the row. Returns (ledger, ok); refused as a whole when a row is not live, appears twice,
+    or its length is outside [0, allocated].
+    """
+    rows, wanted = int32("rows", rows, 1), int32("committed_lens", committed_lens, 1)
+    same_length(rows=rows, committed_lens=wanted)
+    now, used = take(ledger.lens, rows), rows != 0
+    legal = ~used | (ledger.table.is_live(rows) & (wanted >= 0) & (wanted <= now[:, ALLOCATED]))
+    ok = jnp.all(legal) & _distinct(rows, used)
+    lens = put(ledger.lens, rows, now.at[:, COMMITTED].set(wanted), valid=ok, lower=1)
+    return dataclasses.replace(ledger, lens=lens), ok
+
+
+def _may_continue(prefix: jax.Array, owned_from: jax.Array, page_size: int, grows: jax.Array) -> jax.Array:
+    """bool[b]: nothing is written, or the page that the prefix ends inside (if any) is the row's own."""
+    return ~grows | (prefix % page_size == 0) | (owned_from <= round_down(prefix, page_size))
+
+
+def _row_pages(
+    table: ReqToTokenPool, rows: jax.Array, start: jax.Array, end: jax.Array, used: jax.Array, page_size: int
+) -> jax.Array:
+    """i32[m * pages per row]: pages of tokens [start, end) of each used row, row after row; 0 elsewhere."""
+    first = jnp.arange(ceil_div(table.max_context_len, page_size), dtype=jnp.int32) * page_size
+    column = jnp.broadcast_to(first, (rows.shape[0], first.shape[0]))
+    held = used[:, None] & (column >= start[:, None]) & (column < end[:, None])
+    slot = take2(table.req_to_token, jnp.broadcast_to(rows[:, None], column.shape), column)
+    return jnp.where(held, page_of(slot, page_size), 0).reshape(-1)
+
+
+def _distinct(rows: jax.Array, used: jax.Array) -> jax.Array:
+    """bool[]: no two used lanes name the same row. One kernel; a batch is small."""
+    lane = jnp.arange(rows.shape[0])
+    same = (rows[:, None] == rows[None, :]) & used[:, None] & used[None, :] & (lane[:, None] != lane[None, :])
+    return ~jnp.any(same)
+
+
+def _first(rows: jax.Array) -> jax.Array:
+    """bool[m]: no earlier lane names the same row."""
+    lane = jnp.arange(rows.shape[0])
+    return ~jnp.any((rows[:, None] == rows[None, :]) & (lane[None, :] < lane[:, None]), axis=1)
+
