@@ -16,6 +16,8 @@ from kvjax.indexing import in_range, parked, put, take
 from kvjax.layout import INT32_MAX, INT32_MIN
 from kvjax.operation import once_if
 
+LONG, BLOCK = 2048, 64  # lanes from which exclusive_rank works in blocks, and their length
+
 
 def staged_at(index: jax.Array) -> jax.Array:
     """Witness value of the id at `index` of the staged list: negative, so that it cannot be taken for a stack index."""
@@ -39,16 +41,16 @@ def is_free(
     return found & in_range(ids, pos.shape[0], 1)
 
 
-def first_occurrences(ids: jax.Array, pos: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Marks the first lane of every distinct id in range; O(batch), no sort.
+def first_occurrences(ids: jax.Array, pos: jax.Array, candidates: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Marks the first candidate lane of every distinct id; O(batch), no sort.
 
-    Returns (pos with the ids' entries overwritten by marks, first: bool[m]). The caller must write the entry of every
-    `first` lane again.
+    ids: i32[m]; candidates: bool[m], lanes to look at, all with ids in 1 .. len(pos) - 1. Returns (pos with the
+    entries of these ids overwritten by marks, first: bool[m]); the caller must write the entry of every `first` lane.
+    Candidates that were found by reading `pos` also make XLA read it before it is marked, so no copy is needed.
     """
     lane = jnp.arange(ids.shape[0], dtype=jnp.int32) + INT32_MIN  # below every witness value
-    real = in_range(ids, pos.shape[0], 1)
-    marked = pos.at[parked(ids, pos.shape[0], real)].min(lane, mode="drop")
-    return marked, real & (take(marked, ids) == lane)
+    marked = pos.at[parked(ids, pos.shape[0], candidates)].min(lane, mode="drop")
+    return marked, candidates & (take(marked, ids) == lane)
 
 
 def count_distinct(ids: jax.Array, wanted: jax.Array) -> jax.Array:
@@ -64,9 +66,21 @@ def count_distinct(ids: jax.Array, wanted: jax.Array) -> jax.Array:
 
 def exclusive_rank(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(how many earlier lanes are set: i32[m], how many are set in all: i32[])."""
-    inclusive = jnp.cumsum(mask.astype(jnp.int32), dtype=jnp.int32)
-    total = inclusive[-1] if mask.shape[0] else jnp.zeros((), jnp.int32)
-    return inclusive - mask, total
+    m = mask.shape[0]
+    if m < LONG:
+        inclusive = jnp.cumsum(mask, dtype=jnp.int32)
+        return inclusive - mask, inclusive[-1] if m else jnp.zeros((), jnp.int32)
+    # Two levels: on a CPU a long cumsum costs twice as much as many short ones.
+    blocks = jnp.pad(mask, (0, -m % BLOCK)).reshape(-1, BLOCK)
+    within = jnp.cumsum(blocks, axis=1, dtype=jnp.int32)
+    before, total = exclusive_sum(within[:, -1])
+    return (within - blocks + before[:, None]).reshape(-1)[:m], total
+
+
+def exclusive_sum(values: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(sum of the earlier lanes: i32[m], sum of all: i32[]); values i32[m], m >= 1."""
+    inclusive = jnp.cumsum(values, dtype=jnp.int32)
+    return inclusive - values, inclusive[-1]
 
 
 def occurrences(ids: jax.Array, live: jax.Array, limit: int) -> tuple[jax.Array, jax.Array]:

@@ -15,12 +15,13 @@ import numpy as np
 
 from kvjax import freelist
 from kvjax.indexing import in_range, put, take
-from kvjax.layout import ceil_div, page_of, pool_slots, positive
+from kvjax.layout import INT32_MAX, ceil_div, page_of, pool_slots, positive
 from kvjax.operation import int32, mask, narrow, once_if, operation, same_length, state, static
 from pallas_kernels.alloc_decode import alloc_decode
 from pallas_kernels.alloc_extend import alloc_extend
 
 FREE, STAGED, FAULTS = range(3)  # entries of `counters`
+SMALL = 64  # token sets up to this size are released without looking for whole pages first
 
 
 def segment_pages(loc: jax.Array, start_pos: int, page_size: int) -> jax.Array:
@@ -239,7 +240,7 @@ class PagedTokenToKVPoolAllocator:
         return ~inside | (real & (last % self.page_size == (prefix - 1) % self.page_size))
 
     def _took(self, pages: jax.Array) -> PagedTokenToKVPoolAllocator:
-        return self._replace(counters=self.counters.at[FREE].add(-pages))
+        return dataclasses.replace(self, counters=self.counters.at[FREE].add(-pages))
 
     # --- giving back -------------------------------------------------------------------------------------------
 
@@ -285,50 +286,63 @@ class PagedTokenToKVPoolAllocator:
 
     def _free_tokens(self, loc: jax.Array) -> PagedTokenToKVPoolAllocator:
         ps, m = self.page_size, loc.shape[0]
-        page = page_of(loc, ps)
-        if m == 0 or m % ps or m == ps or ps == 1:
-            return self._free_sorted(page, loc == 0)
-        # Whole pages in row order are the usual case: then one lane in page_size is enough to sort.
-        runs, pad = page.reshape(-1, ps), (loc == 0).reshape(-1, ps)
-        whole = jnp.all((runs == runs[:, :1]) & (pad == pad[:, :1]))
-        out = once_if(whole, lambda a: a._free_sorted(page[::ps], loc[::ps] == 0), self)
-        return once_if(~whole, lambda a: a._free_sorted(page, loc == 0), out)
+        if m <= SMALL or ps == 1:
+            return self._free_set(page_of(loc, ps), loc == 0)
+        # Whole pages in row order are the usual case: then one lane in page_size says it all.
+        runs = jnp.pad(loc, (0, -m % ps)).reshape(-1, ps)
+        lowest, highest = jnp.min(runs, axis=1), jnp.max(runs, axis=1)
+        aligned = jnp.all(page_of(lowest, ps) == page_of(highest, ps))
+        out = once_if(aligned, lambda a: a._free_set(page_of(highest, ps), highest == 0), self)
+        return once_if(~aligned, lambda a: a._free_set(page_of(loc, ps), loc == 0, 2 * runs.shape[0]), out)
 
-    def _free_sorted(self, page: jax.Array, padding: jax.Array) -> PagedTokenToKVPoolAllocator:
-        """Release a set of pages, ascending, each once."""
+    def _free_set(
+        self, page: jax.Array, padding: jax.Array, usual: int | None = None
+    ) -> PagedTokenToKVPoolAllocator:
+        """Release a set of pages, ascending, each once. `usual`: how many distinct pages to expect at most."""
         if page.shape[0] == 0:
             return self
-        # Page 0 is a fault where it comes from slots 1 .. page_size - 1, so the padding needs a key of its own:
-        # with larger pages no page id reaches int32's end; with page size 1 there are no such slots and 0 serves.
-        none = 0 if self.page_size == 1 else np.iinfo(np.int32).max
-        key = jnp.sort(jnp.where(padding, none, page))
-        first = jnp.concatenate([jnp.ones(1, bool), key[1:] != key[:-1]]) & (key != none)
-        fresh = first & in_range(key, self.num_pages + 1, 1) & ~self.is_free(key)
-        faults = jnp.sum(first & ~fresh, dtype=jnp.int32)
-        return self._push(key, fresh, faults, self.pos)
+        candidates = ~padding & in_range(page, self.num_pages + 1, 1) & ~self.is_free(page)
+        pos, fresh = freelist.first_occurrences(page, self.pos, candidates)
+        faults = freelist.count_distinct(page, ~padding & ~candidates)
+        rank, total = freelist.exclusive_rank(fresh)
+
+        def ascending(a: PagedTokenToKVPoolAllocator, width: int) -> PagedTokenToKVPoolAllocator:
+            # Only the distinct pages are sorted: they are a fraction of the tokens.
+            lane = jnp.arange(width, dtype=jnp.int32)
+            dense = put(jnp.full(width, INT32_MAX), rank, page, valid=fresh)
+            return a._push(jnp.sort(dense), lane < total, lane, total, faults)
+
+        out = dataclasses.replace(self, pos=pos)
+        if usual is None or usual >= page.shape[0]:
+            return ascending(out, page.shape[0])
+        out = once_if(total <= usual, lambda a: ascending(a, usual), out)
+        return once_if(total > usual, lambda a: ascending(a, page.shape[0]), out)
 
     def _free_pages(self, pages: jax.Array) -> PagedTokenToKVPoolAllocator:
         """Release pages in the given order; a second copy and what is already free are faults."""
-        free = self.is_free(pages)
-        old = take(self.pos, pages)
-        pos, first = freelist.first_occurrences(pages, self.pos)
-        fresh = first & ~free
+        if pages.shape[0] == 0:
+            return self
+        candidates = in_range(pages, self.num_pages + 1, 1) & ~self.is_free(pages)
+        pos, fresh = freelist.first_occurrences(pages, self.pos, candidates)
         faults = freelist.count_distinct(pages, (pages != 0) & ~fresh)
-        return self._push(pages, fresh, faults, put(pos, pages, old, valid=first & free, lower=1))
+        rank, total = freelist.exclusive_rank(fresh)
+        return dataclasses.replace(self, pos=pos)._push(pages, fresh, rank, total, faults)
 
     def _push(
-        self, pages: jax.Array, fresh: jax.Array, faults: jax.Array, pos: jax.Array
+        self, pages: jax.Array, fresh: jax.Array, rank: jax.Array, total: jax.Array, faults: jax.Array
     ) -> PagedTokenToKVPoolAllocator:
-        rank, total = freelist.exclusive_rank(fresh)
+        """Put the fresh pages in front of the free list, in rank order (need_sort: behind the staged ones)."""
         if self.staged is None:
             at = self.free_pages + total - 1 - rank
             stack = put(self.stack, at, pages, valid=fresh)
-            pos = put(pos, pages, at, valid=fresh, lower=1)
-            return self._replace(stack=stack, pos=pos, counters=self.counters + _counts(total, 0, faults))
+            pos = put(self.pos, pages, at, valid=fresh, lower=1)
+            counters = self.counters + _counts(total, 0, faults)
+            return dataclasses.replace(self, stack=stack, pos=pos, counters=counters)
         at = self.staged_pages + rank
         staged = put(self.staged, at, pages, valid=fresh)
-        pos = put(pos, pages, freelist.staged_at(at), valid=fresh, lower=1)
-        return self._replace(staged=staged, pos=pos, counters=self.counters + _counts(0, total, faults))
+        pos = put(self.pos, pages, freelist.staged_at(at), valid=fresh, lower=1)
+        counters = self.counters + _counts(0, total, faults)
+        return dataclasses.replace(self, staged=staged, pos=pos, counters=counters)
 
     # --- housekeeping ------------------------------------------------------------------------------------------
 
@@ -341,7 +355,7 @@ class PagedTokenToKVPoolAllocator:
     def clear(self) -> PagedTokenToKVPoolAllocator:
         """Every page free again, ascending, nothing staged; the fault count stays. O(pool)."""
         stack, pos = _all_free(self.num_pages)
-        return self._replace(stack=stack, pos=pos, counters=_counts(self.num_pages, 0, self.faults))
+        return dataclasses.replace(self, stack=stack, pos=pos, counters=_counts(self.num_pages, 0, self.faults))
 
     def _merged(self, wanted: jax.Array) -> PagedTokenToKVPoolAllocator:
         if self.staged is None:
@@ -355,12 +369,9 @@ class PagedTokenToKVPoolAllocator:
             page = jnp.arange(a.num_pages + 1, dtype=jnp.int32)
             stack = put(a.stack, at, page, valid=listed)
             pos = jnp.where(listed, at, a.pos)
-            return a._replace(stack=stack, pos=pos, counters=_counts(total, 0, a.faults))
+            return dataclasses.replace(a, stack=stack, pos=pos, counters=_counts(total, 0, a.faults))
 
         return once_if(wanted & (self.staged_pages > 0), merge, self)
-
-    def _replace(self, **changes: jax.Array) -> PagedTokenToKVPoolAllocator:
-        return dataclasses.replace(self, **changes)
 
 
 def _all_free(n: int) -> tuple[jax.Array, jax.Array]:

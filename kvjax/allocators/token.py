@@ -212,20 +212,19 @@ class TokenToKVPoolAllocator:
     def _free(self, slots: jax.Array) -> TokenToKVPoolAllocator:
         if slots.shape[0] == 0:
             return self
-        free, old = self.is_free(slots), take(self.pos, slots)
-        pos, first = freelist.first_occurrences(slots, self.pos)
-        fresh = first & ~free
+        candidates = in_range(slots, self.size + 1, 1) & ~self.is_free(slots)
+        pos, fresh = freelist.first_occurrences(slots, self.pos, candidates)
         faults = freelist.count_distinct(slots, (slots != 0) & ~fresh)
         rank, total = freelist.exclusive_rank(fresh)
         counters = self.counters.at[FAULTS].add(faults)
         if self.staged is None:
             at = self._at(jnp.where(fresh, self.free_pages + rank, 0))
             ring = put(self.ring, at, slots, valid=fresh)
-            pos = put(pos, slots, jnp.where(fresh, at, old), valid=first, lower=1)
+            pos = put(pos, slots, at, valid=fresh, lower=1)
             return dataclasses.replace(self, ring=ring, pos=pos, counters=counters.at[FREE].add(total))
         at = self.staged_pages + rank
         staged = put(self.staged, at, slots, valid=fresh)
-        pos = put(pos, slots, jnp.where(fresh, freelist.staged_at(at), old), valid=first, lower=1)
+        pos = put(pos, slots, freelist.staged_at(at), valid=fresh, lower=1)
         return dataclasses.replace(self, staged=staged, pos=pos, counters=counters.at[STAGED].add(total))
 
     # --- housekeeping ------------------------------------------------------------------------------------------

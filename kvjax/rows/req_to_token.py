@@ -99,14 +99,12 @@ class ReqToTokenPool:
         rows = int32("rows", rows, 1)
         if rows.shape[0] == 0:
             return self
-        free, old = self.is_free(rows), take(self.pos, rows)
-        pos, first = freelist.first_occurrences(rows, self.pos)
-        fresh = first & ~free
+        pos, fresh = freelist.first_occurrences(rows, self.pos, self.is_live(rows))
         faults = freelist.count_distinct(rows, (rows != 0) & ~fresh)
         rank, total = freelist.exclusive_rank(fresh)
         at = self.available_size() + rank
         order = put(self.free_rows_list, at, rows, valid=fresh)
-        pos = put(pos, rows, jnp.where(fresh, at, old), valid=first, lower=1)
+        pos = put(pos, rows, at, valid=fresh, lower=1)
         return dataclasses.replace(
             self, free_rows_list=order, pos=pos, counters=self.counters + jnp.stack([total, faults])
         )
