@@ -33,23 +33,32 @@ class Measurement:
         return asdict(self)
 
 
-def seconds(call: Callable[[], Any]) -> float:
-    """Wall time of one call, its results waited for."""
-    start = time.perf_counter()
-    jax.block_until_ready(call())
-    return time.perf_counter() - start
+def interleaved(
+    calls: Mapping[str, Callable[..., Any]],
+    rounds: int = 9,
+    *,
+    make: Mapping[str, Callable[[], Any]] | None = None,
+    seed: int = 0,
+) -> dict[str, list[float]]:
+    """Seconds of every call in every round; the order within a round is shuffled. Each call is warmed up first.
 
+    make: for calls that consume their argument (donation): a fresh one for each call, made before the clock starts.
+    """
 
-def interleaved(calls: Mapping[str, Callable[[], Any]], rounds: int = 9, seed: int = 0) -> dict[str, list[float]]:
-    """Seconds of every call in every round; the order within a round is shuffled. Each call is warmed up first."""
-    for call in calls.values():
-        jax.block_until_ready(call())
+    def seconds(name: str) -> float:
+        args = () if make is None else (jax.block_until_ready(make[name]()),)
+        start = time.perf_counter()
+        jax.block_until_ready(calls[name](*args))
+        return time.perf_counter() - start
+
+    for name in calls:
+        seconds(name)
     times: dict[str, list[float]] = {name: [] for name in calls}
     order, shuffle = list(calls), random.Random(seed)
     for _ in range(rounds):
         shuffle.shuffle(order)
         for name in order:
-            times[name].append(seconds(calls[name]))
+            times[name].append(seconds(name))
     return times
 
 

@@ -2,7 +2,7 @@
 
 `alloc_for_extend` and `alloc_for_decode` do what SGLang's functions of these names do on the host (rows, slots, table),
 inside the program; `release_rows` gives back everything a finished row owns. The ledger is generic over its allocator:
-it uses only `page_size`, `alloc_extend`, `alloc_decode`, `free_page_ids`, `available_size` and `clear`.
+it uses only `page_size`, `continues`, `alloc_extend`, `alloc_decode`, `free_page_ids`, `available_size` and `clear`.
 """
 
 from __future__ import annotations
@@ -131,16 +131,26 @@ def alloc_for_extend(
         last = jnp.where(wants & (prefix > 0), take2(found, lane, prefix - 1), last)
 
     legal = jnp.all(
-        jnp.where(rows == 0, seq == prefix, (wants | table.is_live(rows)) & (prefix >= 0) & (prefix <= holds))
+        jnp.where(rows == 0, seq == prefix, (wants | table.is_live(rows)) & (prefix <= holds))
+        & (prefix >= 0)
+        & (seq >= prefix)
         & (seq <= table.max_context_len)
         & (~wants | ((own % ps == 0) & (own >= 0) & (own <= round_up(prefix, ps))))
         & _may_continue(prefix, own, ps, seq > prefix)
+        & ledger.allocator.continues(prefix, last, seq > prefix)
     )
     legal &= _distinct(rows, held) & (jnp.sum(wants, dtype=jnp.int32) <= table.available_size())
 
     # Pages that held rows have beyond their prefix go back first, but only if the whole call will then succeed.
     keep = jnp.maximum(round_up(prefix, ps), now[:, OWNED_FROM])
     surplus = jnp.where(held, jnp.maximum(ceil_div(holds, ps) - ceil_div(keep, ps), 0), 0)
+    if prefix_loc is not None:  # a new row cannot go on in a page that this very call gives back
+        continued = jnp.where(wants & (seq > prefix) & (prefix % ps != 0), page_of(last, ps), NO_LOC)
+        legal = once_if(
+            legal & jnp.any(surplus > 0),
+            lambda ok: ok & ~jnp.isin(continued, _row_pages(table, rows, keep, holds, surplus > 0, ps)).any(),
+            legal,
+        )
     needed = jnp.where(seq > prefix, ceil_div(seq, ps) - ceil_div(prefix, ps), 0)
     room = ledger.allocator.available_size() // ps + jnp.sum(surplus, dtype=jnp.int32)
     # b lanes of at most max_context_len tokens can pass int32 only in tables that no device holds.
@@ -150,11 +160,10 @@ def alloc_for_extend(
         lambda a: a.free_page_ids(_row_pages(table, rows, keep, holds, surplus > 0, ps)),
         ledger.allocator,
     )
-    prefix, seq = jnp.where(legal, prefix, 0), jnp.where(legal, seq, 0)
-    allocator, loc, ok = allocator.alloc_extend(
-        prefix, seq, last, capacity=width, num_lanes=num_lanes, implementation=implementation
+    new = jnp.where(legal, seq - prefix, 0)
+    allocator, loc, ok = allocator.alloc_extend(  # seq < prefix is refused before anything is merged
+        prefix, jnp.where(legal, seq, prefix - 1), last, capacity=width, num_lanes=num_lanes, implementation=implementation
     )
-    ok &= legal
     table, new_rows, _ = table.alloc_rows(wants & ok)
     rows = jnp.where(ok, jnp.where(wants, new_rows, rows), 0)
 
@@ -163,7 +172,7 @@ def alloc_for_extend(
         column = jnp.broadcast_to(jnp.arange(found.shape[1], dtype=jnp.int32), found.shape)
         row = jnp.broadcast_to(rows[:, None], found.shape)
         entries = put2(entries, row, column, found, valid=(wants & ok)[:, None] & (column < prefix[:, None]))
-    lane, offset, valid = lanes_of(seq - prefix, width)
+    lane, offset, valid = lanes_of(new, width)
     entries = put2(entries, rows[lane], prefix[lane] + offset, loc, valid=valid & ok)
     lens = put(ledger.lens, rows, jnp.stack([seq, seq, own], axis=1), valid=ok, lower=1)
     return Ledger(dataclasses.replace(table, req_to_token=entries), allocator, lens), rows, loc, ok
@@ -191,7 +200,7 @@ def alloc_for_decode(
         ~live
         | table.is_live(rows)
         & (position < table.max_context_len)
-        & _may_continue(position, now[:, OWNED_FROM], ps, jnp.ones_like(live))
+        & (now[:, OWNED_FROM] <= round_down(position, ps))  # the token's page is the row's own
     ) & _distinct(rows, live)
     last = jnp.where(live & (position > 0), take2(table.req_to_token, rows, position - 1), NO_LOC)
     opened = live & ~has & legal

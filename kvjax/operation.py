@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast, dataclass_transform
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ def static(**kwargs: Any) -> Any:
     return dataclasses.field(metadata={"static": True}, **kwargs)
 
 
+@dataclass_transform(frozen_default=True, field_specifiers=(static,))
 def state(cls: type[T]) -> type[T]:
     """Class decorator: a frozen dataclass registered as a pytree; fields made with `static()` are metadata."""
     return cast(type[T], jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls)))

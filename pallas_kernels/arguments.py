@@ -1,5 +1,7 @@
 """What the operations of this package share: argument checks on the host, arithmetic on counts that are >= 0."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -34,7 +36,7 @@ def check_stack(stack: jax.Array, free_count: jax.Array) -> None:
         raise ValueError("stack has shape (0,): a pool needs at least one page")
 
 
-def check_lanes(dtypes: dict[str, type], **lanes: jax.Array) -> None:
+def check_lanes(dtypes: dict[str, Any], **lanes: jax.Array) -> None:
     """ValueError unless every lane array has the dtype named for it and one common shape [b >= 1]."""
     batch = None
     for name, array in lanes.items():
@@ -44,11 +46,11 @@ def check_lanes(dtypes: dict[str, type], **lanes: jax.Array) -> None:
         raise ValueError(f"{', '.join(lanes)} are empty: a batch needs at least one lane (mark it unused instead)")
 
 
-def check_array(name: str, array: jax.Array, dtype: type, shape: tuple[int | None, ...]) -> None:
-    """ValueError unless `array` has `dtype` and `shape` (None: any extent)."""
-    fits = len(array.shape) == len(shape) and all(
-        w in (None, g) for w, g in zip(shape, array.shape, strict=True)
-    )
+def check_array(name: str, array: jax.Array, dtype: Any, shape: tuple[int | None, ...]) -> None:
+    """ValueError unless `array` is a NumPy or JAX array of `dtype` and `shape` (None: any extent)."""
+    if not hasattr(array, "shape") or not hasattr(array, "dtype"):
+        raise ValueError(f"{name} must be an array, got {array!r}; wrap it in jnp.asarray with its dtype")
+    fits = len(array.shape) == len(shape) and all(w in (None, g) for w, g in zip(shape, array.shape, strict=True))
     if not fits or array.dtype != dtype:
         wanted = ", ".join("any" if w is None else str(w) for w in shape)
         raise ValueError(

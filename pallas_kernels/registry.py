@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 NAMES = ("xla", "triton", "pallas_triton", "mosaic")
 
@@ -54,6 +55,7 @@ def call(operation: str, implementation: str | None, interpret: bool, *arrays: j
     static: the operation's static arguments, handed to whichever implementation runs.
     Raises ValueError when a named implementation is unknown, absent or cannot run here.
     """
+    arrays = tuple(map(jnp.asarray, arrays))
     if implementation is None and not interpret:
         xla = _load(operation, "xla")
         if target_platform() != "gpu" or "pallas_triton" not in available(operation):

@@ -15,7 +15,7 @@ import numpy as np
 
 from kvjax import freelist
 from kvjax.indexing import in_range, put, take
-from kvjax.layout import INT32_MAX, ceil_div, page_of, pool_slots, positive
+from kvjax.layout import INT32_MAX, INT32_MIN, ceil_div, page_of, pool_slots, positive
 from kvjax.operation import int32, mask, narrow, once_if, operation, same_length, state, static
 from pallas_kernels.alloc_decode import alloc_decode
 from pallas_kernels.alloc_extend import alloc_extend
@@ -36,7 +36,13 @@ def segment_pages(loc: jax.Array, start_pos: int, page_size: int) -> jax.Array:
             f"a segment must start on a page boundary, got start_pos {start} with pages of {page_size}; "
             f"start it at {start // page_size * page_size} or release it with free()."
         )
-    return page_of(loc[::page_size], page_size)
+    return _released(loc[::page_size], page_size)
+
+
+def _released(slots: jax.Array, page_size: int) -> jax.Array:
+    """Page of each slot in a release: 0 for the padding slot alone, no page's id for the other slots of page 0."""
+    page = page_of(slots, page_size)
+    return page if page_size == 1 else jnp.where((page == 0) & (slots != 0), INT32_MIN, page)
 
 
 @state
@@ -195,11 +201,13 @@ class PagedTokenToKVPoolAllocator:
         last = int32("last_loc", last_loc, 1)
         same_length(prefix_lens=prefix, seq_lens=seq, last_loc=last)
         new, legal = freelist.new_tokens(prefix, seq, width)
-        legal &= jnp.all(self._continues(prefix, last, new > 0))
+        legal &= jnp.all(self.continues(prefix, last, new > 0))
         total = jnp.sum(new, dtype=jnp.int32)
-        lanes = jnp.sum(new > 0, dtype=jnp.int32) if num_lanes is None else int32("num_lanes", num_lanes, 0)
-        bound = total // ps + lanes + 1
-        now = self._merged(legal & (bound > self.free_pages))
+        lanes = jnp.sum(new > 0, dtype=jnp.int32)
+        if num_lanes is not None:
+            lanes = jnp.maximum(lanes, int32("num_lanes", num_lanes, 0))
+        # SGLang's bound, total // ps + lanes + 1 > free, in a form that cannot pass int32.
+        now = self._merged(legal & (lanes >= self.free_pages - total // ps))
         seq = jnp.where(legal, seq, prefix)
         loc, taken, fits = alloc_extend(
             now.stack, now.free_pages, prefix, seq, last, page_size=ps, capacity=width, implementation=implementation
@@ -219,7 +227,7 @@ class PagedTokenToKVPoolAllocator:
         b = same_length(seq_lens=seq, last_loc=last)
         active = mask("active", active, (b,))
         takes = active & (seq > 0)
-        legal = jnp.all(~active | (seq >= 0)) & jnp.all(self._continues(seq - 1, last, takes))
+        legal = jnp.all(~active | (seq >= 0)) & jnp.all(self.continues(seq - 1, last, takes))
         now = self._merged(legal & (jnp.sum(active, dtype=jnp.int32) > self.free_pages))
         loc, taken, fits = alloc_decode(
             now.stack,
@@ -232,7 +240,7 @@ class PagedTokenToKVPoolAllocator:
         )
         return now._took(taken), loc, legal & fits
 
-    def _continues(self, prefix: jax.Array, last: jax.Array, used: jax.Array) -> jax.Array:
+    def continues(self, prefix: jax.Array, last: jax.Array, used: jax.Array) -> jax.Array:
         """bool[b]: the lane needs no last_loc, or has one at the right offset of a page that is handed out."""
         inside = used & (prefix % self.page_size != 0)
         page = page_of(last, self.page_size)
@@ -278,11 +286,20 @@ class PagedTokenToKVPoolAllocator:
     def _free_group(
         self, tokens: jax.Array | None, segments: tuple[jax.Array, ...], pages: jax.Array | None
     ) -> PagedTokenToKVPoolAllocator:
-        out = self if tokens is None else self._free_tokens(int32("tokens", tokens, 1))
         listed = [int32("segments", s, 1) for s in segments]
         if pages is not None:
             listed.append(int32("pages", pages, 1))
-        return out._free_pages(jnp.concatenate(listed)) if listed else out
+        if tokens is None or not listed:
+            out = self if tokens is None else self._free_tokens(int32("tokens", tokens, 1))
+            return out._free_pages(jnp.concatenate(listed)) if listed else out
+        tokens, ids = int32("tokens", tokens, 1), jnp.concatenate(listed)
+        # It is one call, so a page that is refused among the tokens and among the page ids counts once: what is
+        # refused at first sight is counted over both and set aside. A second copy is left to the releases.
+        every = jnp.concatenate([_released(tokens, self.page_size), ids])
+        bad = (every != 0) & ~(in_range(every, self.num_pages + 1, 1) & ~self.is_free(every))
+        of_tokens, of_ids = jnp.split(bad, [tokens.shape[0]])
+        out = self._free_tokens(jnp.where(of_tokens, 0, tokens))._free_pages(jnp.where(of_ids, 0, ids))
+        return dataclasses.replace(out, counters=out.counters.at[FAULTS].add(freelist.count_distinct(every, bad)))
 
     def _free_tokens(self, loc: jax.Array) -> PagedTokenToKVPoolAllocator:
         ps, m = self.page_size, loc.shape[0]

@@ -178,6 +178,10 @@ class TokenToKVPoolAllocator:
         counters = now.counters.at[HEAD].set(jnp.where(head == self.size, 0, head)).at[FREE].add(-taken)
         return dataclasses.replace(now, counters=counters), loc, ok
 
+    def continues(self, prefix: jax.Array, last: jax.Array, used: jax.Array) -> jax.Array:
+        """bool[b]: every lane does, for a prefix never ends inside a page of one token."""
+        return jnp.ones(prefix.shape, bool)
+
     def _at(self, rank: jax.Array) -> jax.Array:
         """Ring index of the rank-th entry behind the head, 0 <= rank <= size; no sum passes int32."""
         at = (self.counters[HEAD] - self.size) + rank

@@ -28,6 +28,8 @@ _IN_PLACE = _words(
     "after-all opt-barrier optimization-barrier add-dependency domain copy-done",
     "async-start async-update async-done",
 )
+# A small result out of all elements of a large operand.
+_READS_ALL = _words("reduce reduce-window dot convolution sort map scan")
 # Inside a fusion these read single elements of operand 0: what computes it is evaluated at those alone.
 _LAZY = frozenset(("gather", "dynamic-slice", "slice"))
 
@@ -37,10 +39,10 @@ _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 
 @dataclasses.dataclass(frozen=True)
 class LargeOp:
-    """An instruction that produces a large array by moving, converting or computing all of it."""
+    """An instruction that produces a large array, or reads all of one, to move, convert, compute or reduce it."""
 
     opcode: str
-    shape: str  # f32[65552,8,128]; of a tuple its largest array
+    shape: str  # f32[65552,8,128]; of a tuple its largest array, of a reduction what it reads
     nbytes: int
     computation: str
     name: str
@@ -62,10 +64,11 @@ class CompiledReport:
     module: hlo.Module = dataclasses.field(repr=False)
 
     def large_ops(self, min_bytes: int) -> list[LargeOp]:
-        """The instructions whose result has at least `min_bytes` bytes and is materialised, one by one.
+        """The instructions that walk over an array of at least `min_bytes` bytes, one by one.
 
-        Copies, converts, selects, broadcasts, slices, gathers and all other computation, in loops and in fusions
-        too: a select fused into an in-place scatter still walks over the whole pool. Not listed are views and
+        Copies, converts, selects, broadcasts, slices, gathers and all other computation with such a result, and
+        reductions with such an operand, in loops and in fusions too: a select fused into an in-place scatter still
+        walks over the whole pool. Not listed are views and
         control flow, in-place dynamic-update-slice and scatter, aliased results of custom calls, and what a fusion
         evaluates only at the elements that a gather or a slice picks.
         """
@@ -74,7 +77,7 @@ class CompiledReport:
         return [
             LargeOp(i.opcode, str(largest), largest.nbytes, computation.name, i.name)
             for computation, i in _materialised(self.module, self.module.entry, set())
-            for largest in [max(_fresh(i), key=lambda a: a.nbytes, default=hlo.Array("token", ()))]
+            for largest in [max(_walked(computation, i), key=lambda a: a.nbytes, default=hlo.Array("token", ()))]
             if largest.nbytes >= min_bytes
         ]
 
@@ -96,12 +99,7 @@ def inspect(compiled: jax.stages.Compiled) -> CompiledReport:
         alias_bytes=memory.alias_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
         kernels=count_kernels(module, module.entry),
-        loop_kernels={
-            body: sum(count_kernels(module, c) for c in i.callees("body", "condition"))
-            for _, i in _reachable(module, module.entry, set())
-            if i.opcode == "while"
-            for body in i.callees("body")
-        },
+        loop_kernels=count_loop_kernels(module),
         module=module,
     )
 
@@ -120,10 +118,24 @@ def count_kernels(module: hlo.Module, computation: str) -> int:
     return total
 
 
-def _fresh(i: hlo.Instruction) -> tuple[hlo.Array, ...]:
-    """The arrays that the instruction writes anew."""
+def count_loop_kernels(module: hlo.Module) -> dict[str, int]:
+    """Body of each while in the program -> launches of one turn: body and condition, without loops in them."""
+    return {
+        body: sum(count_kernels(module, c) for c in i.callees("body", "condition"))
+        for _, i in _reachable(module, module.entry, set())
+        if i.opcode == "while"
+        for body in i.callees("body")
+    }
+
+
+def _walked(computation: hlo.Computation, i: hlo.Instruction) -> tuple[hlo.Array, ...]:
+    """The arrays that the instruction writes anew or reads whole."""
     if i.opcode in _IN_PLACE:
         return ()
+    if i.opcode in _READS_ALL:
+        by_name = computation.by_name
+        read = (a for o in i.operands if o in by_name for a in by_name[o].results)
+        return (*i.results, *read)
     aliased = _ALIASED.search(i.attributes)
     if aliased is None:
         return i.results

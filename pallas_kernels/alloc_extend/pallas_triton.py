@@ -16,12 +16,21 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.arguments import ceil_div, div, power_of_two
 
-COMPARISONS = 32_768  # tokens x lanes that one program compares; keeps them in registers of 4 warps
+COMPARISONS = 4_096  # tokens x lanes that one program compares: 32 per thread, which ptxas keeps in registers
 
 
-def _kernel(
-    stack, free_count, prefix_lens, seq_lens, last_loc, loc, new_pages, ok, *, page_size: int, block: int
-):
+def block_size(batch: int, capacity: int) -> int:
+    """Output tokens per program: a power of two that is not larger than the output."""
+    block = max(4, min(256, COMPARISONS // power_of_two(batch)))
+    return min(block, power_of_two(capacity + 1) // 2)
+
+
+def first_token(program, block: int, capacity: int):
+    """Where the block of `program` begins; the last one ends with the output instead of reaching past it."""
+    return jnp.minimum(program * block, capacity - block)
+
+
+def _kernel(stack, free_count, prefix_lens, seq_lens, last_loc, loc, new_pages, ok, *, page_size: int, block: int):
     batch, capacity = prefix_lens.shape[0], loc.shape[0]
     lane = jnp.arange(power_of_two(batch), dtype=jnp.int32)
     real = lane < batch
@@ -34,7 +43,7 @@ def _kernel(
     free = free_count[()]
     enough = (needed <= free) & (total <= capacity)
 
-    token = jnp.minimum(pl.program_id(0) * block, capacity - block) + jnp.arange(block, dtype=jnp.int32)
+    token = first_token(pl.program_id(0), block, capacity) + jnp.arange(block, dtype=jnp.int32)
     passed = end[None, :] <= token[:, None]  # bool[block, lanes]: the lane lies wholly before the token
     mine = jnp.minimum(jnp.sum(passed.astype(jnp.int32), axis=1), batch - 1)
     start = jnp.max(jnp.where(passed, end[None, :], 0), axis=1)
@@ -68,8 +77,7 @@ def alloc_extend(
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See `pallas_kernels.alloc_extend`, which checks the arguments."""
-    block = max(32, min(256, COMPARISONS // power_of_two(prefix_lens.shape[0])))
-    block = min(block, power_of_two(capacity + 1) // 2)  # a power of two that fits into the output
+    block = block_size(prefix_lens.shape[0], capacity)
     return pl.pallas_call(
         functools.partial(_kernel, page_size=page_size, block=block),
         out_shape=(

@@ -1,0 +1,70 @@
+"""python -m benchmarks NAME [--json FILE] [--quick]: measure, print a table, and keep the figures as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+
+from models.startup import prefer_cpu_without_driver
+
+NAMES = {
+    "ledger": "each allocator operation, in-graph and as a call of its own, at two pool sizes",
+    "write": "a KV write in every dtype, 2^12 to 2^20 slots",
+    "decode": "the same decoder on paged pools and on a contiguous cache",
+    "compiled": "alias bytes, temporary bytes and kernels of the compiled programs (CPU and, deviceless, H200)",
+    "smollm2": "prefill and decode of SmolLM2-135M, batch 1 and 6, and its bare matmuls",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one benchmark; returns the exit code."""
+    listing = "\n".join(f"  {name:9} {what}" for name, what in NAMES.items())
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description="Benchmarks of kvjax. Times of one run are comparable with each other, not with another run's.",
+        epilog=f"names:\n{listing}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", choices=NAMES, help="what to measure")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write a list of {name, value, unit, config}")
+    parser.add_argument("--quick", action="store_true", help="fewer sizes, to see whether it runs")
+    options = parser.parse_args(argv)
+    prefer_cpu_without_driver()
+
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    run: Callable[[Callable[[str], None], bool], Iterator] = import_module(f"benchmarks.{options.name}").run
+    found = []
+    console = Console(stderr=True)
+    with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console) as bar:
+        task = bar.add_task(options.name)
+        for measurement in run(lambda text: bar.update(task, description=text), options.quick):
+            found.append(measurement)
+    _print(found)
+    if options.json:
+        options.json.write_text(json.dumps([m.as_json() for m in found], indent=1) + "\n")
+    return 0
+
+
+def _print(found: list) -> None:
+    import jax
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"JAX {jax.__version__}, {jax.devices()[0].device_kind}, {platform.processor() or 'CPU'}")
+    for column, justify in (("name", "left"), ("value", "right"), ("unit", "left"), ("config", "left")):
+        table.add_column(column, justify=justify)
+    for m in found:
+        value = f"{m.value:,.0f}" if m.value >= 1000 else f"{m.value:.3g}"
+        table.add_row(m.name, value, m.unit, ", ".join(f"{k} {v}" for k, v in m.config.items()))
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

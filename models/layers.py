@@ -1,0 +1,79 @@
+"""The small parts of a decoder layer: linear map, RMS norm, rotary embedding, gated MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+
+class Linear(nnx.Module):
+    """x @ kernel (+ bias)."""
+
+    def __init__(self, kernel: jax.Array, bias: jax.Array | None = None, *, precision: Any = None):
+        self.kernel = nnx.Param(kernel)  # [in, out]
+        self.bias = None if bias is None else nnx.Param(bias)  # [out]
+        self.precision = precision
+
+    @classmethod
+    def named(cls, weights: Mapping[str, jax.Array], name: str, *, precision: Any = None) -> Linear:
+        """weights[name], with weights[name + "_bias"] where the checkpoint has one."""
+        return cls(weights[name], weights.get(f"{name}_bias"), precision=precision)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x: [..., in] -> [..., out], in the kernel's dtype."""
+        out = jnp.matmul(x, self.kernel[...], precision=self.precision)
+        return out if self.bias is None else out + self.bias[...]
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) * weight over the last axis; the mean square in float32."""
+
+    def __init__(self, weight: jax.Array, eps: float):
+        self.weight = nnx.Param(weight)  # [features]
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x: [..., features] -> same shape and dtype."""
+        wide = x.astype(jnp.float32)
+        normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
+        return normed.astype(x.dtype) * self.weight[...].astype(x.dtype)
+
+
+class MLP(nnx.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, weights: Mapping[str, jax.Array], *, precision: Any = None):
+        self.gate = Linear.named(weights, "gate", precision=precision)
+        self.up = Linear.named(weights, "up", precision=precision)
+        self.down = Linear.named(weights, "down", precision=precision)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x: [..., hidden] -> same shape."""
+        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+
+
+def rope_angles(positions: jax.Array, inv_freq: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(cos, sin), f32 positions.shape + [pairs], of the angle position * inv_freq of each rotated pair."""
+    angles = positions[..., None].astype(jnp.float32) * inv_freq
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def apply_rope(x: jax.Array, angles: tuple[jax.Array, jax.Array], *, interleaved: bool) -> jax.Array:
+    """Rotate the pairs of x's last axis; same shape and dtype, computed in float32.
+
+    x: [b, t, heads, 2 * pairs]; angles: two f32[b, t, pairs].
+    interleaved: pairs are entries (0, 1), (2, 3), ... (DeepSeek); otherwise entry i pairs with i + pairs (Llama).
+    """
+    cos, sin = (part[..., None, :] for part in angles)
+    wide = x.astype(jnp.float32)
+    if interleaved:
+        a, b = wide[..., 0::2], wide[..., 1::2]
+        rotated = jnp.stack((a * cos - b * sin, b * cos + a * sin), axis=-1).reshape(x.shape)
+    else:
+        a, b = jnp.split(wide, 2, axis=-1)
+        rotated = jnp.concatenate((a * cos - b * sin, b * cos + a * sin), axis=-1)
+    return rotated.astype(x.dtype)

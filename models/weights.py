@@ -1,0 +1,64 @@
+"""The canonical weights of a decoder: one name and one shape each, the same whatever file they came from.
+
+Matrices are [in, out], so that a layer is `x @ w`. H = hidden size, I = intermediate size, D = head_dim,
+Dv = v_head_dim, R = kv_lora_rank, N = qk_nope_head_dim, P = qk_rope_head_dim.
+"""
+
+from models.config import ModelConfig
+
+
+def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of every weight that a model of this config has, by canonical name ("layers.0.q")."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "embed": (config.vocab_size, config.hidden_size),
+        "norm": (config.hidden_size,),
+    }
+    if not config.tie_word_embeddings:
+        shapes["lm_head"] = (config.hidden_size, config.vocab_size)
+    layer = {**_attention(config), **_mlp(config)}
+    for index in range(config.num_layers):
+        shapes.update({f"layers.{index}.{name}": shape for name, shape in layer.items()})
+    return shapes
+
+
+def _attention(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    hidden, heads = config.hidden_size, config.num_heads
+    shapes: dict[str, tuple[int, ...]] = {
+        "input_norm": (hidden,),
+        "o": (heads * config.v_head_dim, hidden),
+    }
+    if config.kv_lora_rank is not None:
+        rank, nope = config.kv_lora_rank, config.qk_nope_head_dim or 0
+        q_out = heads * (nope + config.head_dim)
+        if config.q_lora_rank is None:
+            shapes["q"] = (hidden, q_out)
+        else:
+            shapes["q_a"] = (hidden, config.q_lora_rank)
+            shapes["q_a_norm"] = (config.q_lora_rank,)
+            shapes["q_b"] = (config.q_lora_rank, q_out)
+        shapes["kv_a"] = (hidden, rank + config.head_dim)
+        shapes["kv_a_norm"] = (rank,)
+        shapes["kv_b_k"] = (heads, nope, rank)  # k_nope = latent . kv_b_k: [heads, N, R]
+        shapes["kv_b_v"] = (heads, config.v_head_dim, rank)  # v = latent . kv_b_v: [heads, Dv, R]
+        return shapes
+    shapes["q"] = (hidden, heads * config.head_dim)
+    shapes["k"] = (hidden, config.num_kv_heads * config.head_dim)
+    shapes["v"] = (hidden, config.num_kv_heads * config.v_head_dim)
+    if config.attention_bias:
+        shapes.update({f"{name}_bias": shapes[name][-1:] for name in ("q", "k", "v", "o")})
+    if config.qk_norm:
+        shapes["q_norm"] = shapes["k_norm"] = (config.head_dim,)
+    return shapes
+
+
+def _mlp(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    shapes: dict[str, tuple[int, ...]] = {
+        "post_norm": (hidden,),
+        "gate": (hidden, inner),
+        "up": (hidden, inner),
+        "down": (inner, hidden),
+    }
+    if config.mlp_bias:
+        shapes.update({f"{name}_bias": shapes[name][-1:] for name in ("gate", "up", "down")})
+    return shapes
