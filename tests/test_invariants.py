@@ -62,8 +62,7 @@ def with_lens(ledger, row, lens):
     return dataclasses.replace(ledger, lens=ledger.lens.at[row].set(jnp.array(lens)))
 
 
-@pytest.mark.parametrize("page_size", [1, 3, 4])
-@pytest.mark.parametrize("need_sort", [False, True])
+@pytest.mark.parametrize(("page_size", "need_sort"), [(1, False), (1, True), (3, False), (4, True)])
 def test_a_sound_ledger_raises_no_flag(page_size, need_sort):
     ledger = ledger_of(page_size, need_sort)
     assert broken(ledger) == []

@@ -257,14 +257,14 @@ class LedgerMachine(RuleBasedStateMachine):
         borrowed = {page for row in m.rows.live() for page in m.borrowed_pages(row)}
         return listed == list(range(1, m.allocator.num_pages + 1)) and borrowed <= set(owned)
 
-    def extend(self, rows, prefix, seq, known=None, own=(), taken=None):
+    def extend(self, rows, prefix, seq, known=None, own=None, taken=None):
         """alloc_for_extend on both sides, unless it would take a page from somebody who still reads it."""
         more = LANES - len(rows)
         rows, prefix, seq = rows + [0] * more, prefix + [0] * more, seq + [0] * more
         real: dict[str, Any] = {}
         if known is not None:
             known = [slots + [0] * (KNOWN - len(slots)) for slots in known] + [[0] * KNOWN] * more
-            own = [*own] + [0] * more
+            own = [*(own or ())] + [0] * more
             real = {"prefix_loc": np.array(known, np.int32), "owned_from": own}
         trial, tree = copy.deepcopy(self.model), self.tree
         expected = trial.alloc_for_extend(rows, prefix, seq, CAPACITY, known, own)
