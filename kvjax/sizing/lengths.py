@@ -109,8 +109,6 @@ def num_new_pages_decode(seq_lens: Iterable[int], *, page_size: int) -> int:
     return sum(s > 0 and (s - 1) % page == 0 for s in seq_lens)
 
 
-def max_new_tokens_for_memory(
-    *, input_tokens: int, max_new_tokens: int, token_capacity: int, page_size: int
-) -> int:
+def max_new_tokens_for_memory(*, input_tokens: int, max_new_tokens: int, token_capacity: int, page_size: int) -> int:
     """Output tokens that still fit a pool of `token_capacity`, if the request had it alone, one page kept back."""
     return max(0, min(max_new_tokens, token_capacity - round_up(input_tokens, page_size) - page_size - 1))

@@ -30,9 +30,7 @@ class StateBudget:
     rest_gb_after: float
 
 
-def default_pool_size(
-    *, available_bytes: int, cell_size: int, page_size: int, fixed_overhead_bytes: int = 0
-) -> int:
+def default_pool_size(*, available_bytes: int, cell_size: int, page_size: int, fixed_overhead_bytes: int = 0) -> int:
     """Page-aligned tokens of one pool. ValueError when not even one page fits."""
     tokens = round_down((available_bytes - fixed_overhead_bytes) // positive("cell_size", cell_size), page_size)
     if tokens <= 0:
