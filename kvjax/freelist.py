@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.indexing import in_range, parked, take
+from kvjax.indexing import in_range, parked, put, take
 from kvjax.layout import INT32_MAX, INT32_MIN
 from kvjax.operation import once_if
 

@@ -18,7 +18,9 @@ FREE = -1  # owner of a free page
 
 # Okabe and Ito's palette without its grey and black, then darker and lighter relatives: told apart also by people
 # who do not see all colours, and against the near-white of free pages.
-_COLOURS = ["#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#B8A800", "#5D3A9B", "#8C510A", "#01665E", "#F4A582", "#74ADD1", "#A6D96A", "#762A83"]
+_COLOURS = (
+    "#0072B2 #E69F00 #009E73 #D55E00 #56B4E9 #CC79A7 #B8A800 #5D3A9B #8C510A #01665E #F4A582 #74ADD1 #A6D96A #762A83"
+).split()
 _FREE_COLOUR = "#F1F1EE"
 _KIND_COLOURS = {"prefill": "#444444", "decode": "#BDBDBD", "retract": "#C00000"}
 
