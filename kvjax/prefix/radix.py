@@ -72,18 +72,22 @@ class RadixCache:
             raise ValueError(f"policy {policy!r} came; {', '.join(POLICIES)} are there.")
         self.page_size = positive("page_size", page_size)
         self.policy, self.window, self.recurrent = policy, window, recurrent
+        self.version = 0  # rises with every insert and eviction: a peek from the same version still holds
+        self._roots: dict[Hashable, Node] = {}
         self.reset()
 
     def reset(self) -> None:
         """Forget everything. The slots are not returned: whoever resets the tree resets the allocator."""
+        for node in list(self.walk_nodes()):
+            node.parent = None  # whoever remembers a node sees that it is gone
         self._clock = 0
         self._heap: list[tuple[tuple[int, ...], int, Node]] = []
-        self._roots: dict[Hashable, Node] = {}
+        self._roots.clear()
         self.evictable = 0  # tokens of nodes that nobody has locked
         self.protected = 0  # tokens of locked nodes
         self.swa_evictable = 0  # of the evictable ones, those with window-side slots
         self.nodes = 0
-        self.version = 0  # rises with every insert and eviction: a peek from the same version still holds
+        self.version += 1
         self.freed_states: list[int] = []  # state slots of evicted nodes; the caller releases them and empties the list
 
     # --- looking up ------------------------------------------------------------------------------------------------
@@ -129,6 +133,22 @@ class RadixCache:
             end += common
             unlocked += 0 if child.locks else common
         return Peek(found, unlocked)
+
+    def walk_on(
+        self, key: np.ndarray, extra_key: Hashable, node: Node | None, depth: int
+    ) -> tuple[Node | None, int, int]:
+        """Go on with a peek from a node that ends `depth` tokens into the key (None: from the root).
+
+        Returns (last node that matches as a whole, where it ends, cached tokens). Changes nothing.
+        """
+        start = self._roots.get(extra_key) if node is None else node
+        tokens, found = self._tokens(key), depth
+        if start is not None:
+            for child, common in self._walk(start, tokens[depth:]):
+                found += common
+                if common == len(child.key):
+                    node, depth = child, found
+        return node, depth, found
 
     # --- growing ---------------------------------------------------------------------------------------------------
 
@@ -211,7 +231,7 @@ class RadixCache:
         return self.evictable - before
 
     def evict(self, n: int) -> list[np.ndarray]:
-        """Drop whole leaves, by policy, until `n` tokens are free or nothing unlocked is left; their slots, leaf by leaf.
+        """Drop whole leaves, by policy, until `n` tokens are free or nothing unlocked is left; slots leaf by leaf.
 
         May return more than n, as a leaf goes as a whole; n = 0 drops nothing.
         """

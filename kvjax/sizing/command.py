@@ -160,11 +160,9 @@ def show(shape: ModelShape, plan: PoolPlan, others: list[PoolPlan]) -> None:
 
 def nice(count: int) -> str:
     """Bytes for people."""
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
+    value, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB"):
+        if value < 1024:
             break
-        count, rest = divmod(count, 1024)
-        count += rest / 1024
-    else:
-        return f"{count:,.2f} GiB"
-    return f"{count:,.4g} {unit}"
+        value, unit = value / 1024, larger
+    return f"{value:,.2f} {unit}" if unit != "B" else f"{count} B"

@@ -1,4 +1,4 @@
-"""ModelShape: what a model keeps per token and per request, layer kind by layer kind, and how it is read from its files.
+"""ModelShape: what a model keeps per token and per request, by layer kind, and how it is read from its files.
 
 Only sizes are read, from a Hugging Face config.json or a GGUF header; no weights, and nothing is allocated.
 """

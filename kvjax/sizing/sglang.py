@@ -86,7 +86,7 @@ def swa_tokens(full: int, *, ratio: float, window: int, page_size: int) -> int:
     swa = round_down(int(full * ratio), page_size)
     if window + page_size >= swa:
         raise ValueError(
-            f"the window pool would hold {swa} tokens ({full} x {ratio} in pages of {page_size}), but one request needs "
+            f"the window pool would hold {swa} tokens ({full} x {ratio} in pages of {page_size}), but a request needs "
             f"more than window {window} + page {page_size} = {window + page_size}; raise the ratio or the memory, or "
             "make the page smaller."
         )

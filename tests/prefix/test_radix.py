@@ -58,7 +58,7 @@ def test_namespaces_do_not_share():
 def test_peek_sees_what_match_would_find_and_changes_nothing():
     tree = RadixCache(2)
     tree.insert(slots(1, 6), slots(2, 6))
-    tree.insert(slots(1, 2) + [9, 9], slots(10, 4))
+    tree.insert([*slots(1, 2), 9, 9], slots(10, 4))
     node = tree.match_prefix(slots(1, 6)).node
     tree.lock(node)
     before = [(n.used, len(n.key)) for n in tree.walk_nodes()]
@@ -143,8 +143,8 @@ def test_a_recurrent_match_ends_at_a_state():
     tree.insert(slots(1, 4), slots(2, 4), state=7)
     tree.insert(slots(1, 8), slots(2, 8), state=8)
     assert tree.match_prefix(slots(1, 8)).length == 8
-    assert tree.match_prefix(slots(1, 6) + [0, 0]).length == tree.peek(slots(1, 6) + [0, 0]).length == 4
-    assert tree.match_prefix(slots(1, 2) + [0, 0]).length == 0
+    assert tree.match_prefix([*slots(1, 6), 0, 0]).length == tree.peek([*slots(1, 6), 0, 0]).length == 4
+    assert tree.match_prefix([*slots(1, 2), 0, 0]).length == 0
     tree.insert(slots(1, 4), slots(90, 4), state=9)  # the tree has a state there already
     assert tree.freed_states == [9]
     tree.evict(99)
