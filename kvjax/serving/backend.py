@@ -36,7 +36,7 @@ class Outcome:
 
 
 class Backend(Protocol):
-    """Rows, pages and programs on the device. Pages are counted by the scheduler; `run` tells what the device counts."""
+    """Rows, pages and programs on the device. The scheduler counts pages; `run` tells what the device counts."""
 
     page_size: int
     num_pages: int

@@ -37,7 +37,7 @@ class TraceRequest:
 
 
 def read_trace(path: str | Path, limit: int | None = None) -> list[TraceRequest]:
-    """The requests by arrival. limit: the first ones of the file only. ValueError for a line that is not of its format."""
+    """The requests by arrival. limit: only the first ones of the file. ValueError for a line of another format."""
     path = Path(path)
     with open(path, encoding="utf-8") as file:
         rows = _mooncake(file) if path.suffix == ".jsonl" else _azure(file)

@@ -1,0 +1,94 @@
+"""Random storms: admit, abort, retract, evict and finish at any point, in pools down to one page; books exact."""
+
+import random
+
+import numpy as np
+import pytest
+
+from kvjax.prefix import RadixCache
+from kvjax.serving import Request, Scheduler
+from tests.serving.fake import FakeBackend
+
+
+def storm(seed, operations):
+    """One scheduler through `operations` random steps, then to the end. Returns what happened."""
+    rng = random.Random(seed)
+    page_size, pages = rng.choice([1, 2, 4, 16]), rng.choice([1, 2, 3, 8, 40])
+    backend = FakeBackend(pages, page_size, rng.choice([1, 3, 8]))
+    tree = RadixCache(page_size, policy=rng.choice(["lru", "lfu", "fifo"])) if rng.random() < 0.8 else None
+    scheduler = Scheduler(
+        backend,
+        tree,
+        prefill_tokens=rng.choice([1, 5, 64]),
+        reserve_ratio=rng.choice([0.0, 0.3, 1.0]),
+        max_steps=rng.choice([1, 4, 32]),
+    )
+    stems = [np.array([rng.randrange(3) for _ in range(60)]) for _ in range(3)]
+    accepted, seen = [], {"aborted": 0, "retracted": 0, "refused": 0, "evicted": 0}
+    for number in range(operations):
+        kind = rng.random()
+        if kind < 0.35:
+            stem, n = rng.choice(stems), rng.randrange(1, max(2, min(60, pages * page_size)))
+            prompt = np.concatenate([stem[: rng.randrange(n + 1)], np.array([rng.randrange(9) for _ in range(n)])])[:n]
+            eos = [rng.randrange(2, 52)] if rng.random() < 0.3 else []
+            r = Request((seed, number), prompt, rng.randrange(1, 20), eos=eos, extra_key=rng.choice([None, None, "a"]))
+            try:
+                scheduler.submit(r)
+                accepted.append(r)
+            except ValueError:
+                assert -(-r.total // page_size) > pages
+                seen["refused"] += 1
+        elif kind < 0.42 and accepted:
+            seen["aborted"] += scheduler.abort(rng.choice(accepted))
+        elif kind < 0.45 and tree is not None:
+            pieces = tree.evict(rng.randrange(1, 30))  # somebody else asks for room
+            gone = [int(p[i]) // page_size for p in pieces for i in range(0, len(p), page_size)]
+            backend.release(np.array(gone, int))
+            scheduler.capacity = scheduler.capacity.gave(len(gone))
+        elif scheduler.busy:
+            report = scheduler.step(rng.choice([None, 1, 3]))
+            assert report.steps > 0, "a busy scheduler must move"
+            seen["retracted"] += len(report.retracted)
+            seen["evicted"] += report.evicted_tokens
+        backend.check(scheduler)
+    steps, owed = 0, sum(r.prompt_len + r.max_new_tokens for r in (*scheduler.waiting, *scheduler.running))
+    while scheduler.busy:
+        scheduler.step()
+        steps += 1
+        assert steps <= 50 + 20 * owed, "live-lock"
+    backend.check(scheduler)
+    for r in accepted:
+        if r.state == "aborted":
+            continue
+        assert r.state == "finished"
+        answer = [backend.token(r, r.prompt_len + k) for k in range(r.max_new_tokens)]
+        end = next((k + 1 for k, t in enumerate(answer) if t in r.eos), len(answer))
+        assert r.output.tolist() == answer[:end], "an answer changed when the request was set back"
+    assert scheduler.capacity.available_size() + scheduler.evictable() == pages * page_size
+    if tree is not None:
+        assert tree.protected == 0
+        backend.release(tree.pages())
+        tree.reset()
+    assert sorted(backend.free) == list(range(1, pages + 1))
+    return seen
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_storms_leave_exact_books_and_everybody_finishes(part):
+    total = {"aborted": 0, "retracted": 0, "refused": 0, "evicted": 0}
+    for seed in range(part * 20, part * 20 + 20):
+        for key, count in storm(seed, 250).items():  # 4 x 20 x 250 = 20,000 operations
+            total[key] += count
+    assert all(count > 20 for count in total.values()), total  # the storm did reach every case
+
+
+def test_a_pool_of_one_page_serves_everybody_who_fits():
+    for page_size in (1, 4):
+        backend = FakeBackend(1, page_size)
+        scheduler = Scheduler(backend, RadixCache(page_size))
+        for rid in range(20):
+            scheduler.submit(Request(rid, np.arange(page_size), 1))
+        for _ in range(20):
+            scheduler.step()
+            backend.check(scheduler)
+        assert not scheduler.busy
