@@ -22,7 +22,7 @@ from kvjax.operation import int32
 from kvjax.serving.backend import Chunk, Outcome
 from kvjax.serving.request import Request
 
-LANES = (4, 32, 256)  # padded chunks of one program
+LANES = (16, 256)  # padded chunks of one program
 BATCHES = (64, 256, 1024, 4096)  # padded decode rows
 
 
@@ -132,7 +132,7 @@ class LedgerBackend:
         lanes = np.zeros((3, _bucket(len(chunks), LANES)), np.int32)
         for i, c in enumerate(chunks):
             lanes[:, i] = c.request.row, c.start, c.end
-        rows = np.zeros(_bucket(len(decodes), BATCHES), np.int32)
+        rows = np.zeros(min(_bucket(len(decodes), BATCHES), self.num_rows), np.int32)
         rows[: len(decodes)] = [r.row for r in decodes]
         free, staged, faults, ok = self._fetch(_run, lanes, rows, np.int32(steps), capacity=self._capacity)
         self._demand(ok, faults, f"{len(chunks)} chunks and {steps} steps of {len(decodes)} rows")
@@ -186,11 +186,11 @@ class LedgerBackend:
 
 
 def _powers(least: int, most: int) -> tuple[int, ...]:
-    """Padded sizes: least, 4 x least, ... and most."""
+    """Padded sizes: least, 16 x least, ... and most."""
     out = []
     while least < most:
         out.append(least)
-        least *= 4
+        least *= 16
     return (*out, most)
 
 
