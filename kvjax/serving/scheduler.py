@@ -56,7 +56,7 @@ class Scheduler:
     ):
         if tree is not None and tree.page_size != backend.page_size:
             raise ValueError(
-                f"the prefix tree has pages of {tree.page_size} tokens, the pool of {backend.page_size}; make them equal."
+                f"the prefix tree has pages of {tree.page_size}, the pool of {backend.page_size}; make them equal."
             )
         if prefill_tokens < 1 or max_steps < 1:
             raise ValueError(f"prefill_tokens {prefill_tokens} and max_steps {max_steps} must be at least 1.")

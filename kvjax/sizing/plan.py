@@ -74,7 +74,8 @@ def budget_bytes(budget: int | float, free_bytes: int | None = None) -> int:
         return budget
     if not isinstance(budget, float) or not 0 < budget <= 1:
         raise ValueError(f"the budget is {budget!r}; pass bytes as an int, or a share of free memory in (0, 1].")
-    if free_bytes is None:
+    free = free_bytes
+    if free is None:
         import jax
 
         device = jax.devices()[0]
@@ -83,8 +84,8 @@ def budget_bytes(budget: int | float, free_bytes: int | None = None) -> int:
             raise ValueError(
                 f"{device} does not tell its memory, so a share of {budget} means nothing; pass the budget in bytes."
             )
-        free_bytes = stats["bytes_limit"] - stats.get("bytes_in_use", 0)
-    return int(budget * free_bytes)
+        free = int(stats["bytes_limit"]) - int(stats.get("bytes_in_use", 0))
+    return int(budget * free)
 
 
 def plan_pools(

@@ -31,13 +31,8 @@ def storm(seed, operations):
             stem, n = rng.choice(stems), rng.randrange(1, max(2, min(60, pages * page_size // rng.choice([1, 4, 10]))))
             prompt = np.concatenate([stem[: rng.randrange(n + 1)], np.array([rng.randrange(9) for _ in range(n)])])[:n]
             eos = [rng.randrange(2, 52)] if rng.random() < 0.3 else []
-            r = Request(
-                (seed, number),
-                prompt,
-                rng.randrange(1, rng.choice([4, 20, 20 + pages * page_size // 3])),
-                eos=eos,
-                extra_key=rng.choice([None, None, "a"]),
-            )
+            out = rng.randrange(1, rng.choice([4, 20, 20 + pages * page_size // 3]))
+            r = Request((seed, number), prompt, out, eos=eos, extra_key=rng.choice([None, None, "a"]))
             try:
                 scheduler.submit(r)
                 accepted.append(r)

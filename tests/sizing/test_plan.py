@@ -1,6 +1,7 @@
 """plan_pools against what is really built: never over the budget, and less than a page of every pool below it."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import pytest
@@ -55,10 +56,11 @@ def ledger_bytes(plan, need_sort=False):
     st.booleans(),
 )
 def test_what_is_built_fits_the_budget_and_one_page_more_would_not(budget, page_size, dtype, kind, need_sort):
-    how, align = {"page_size": page_size, "dtype": dtype, "need_sort": need_sort}, 1
-    rows = {"max_running": 8, "max_context_len": 512}
-    shape = {"num_layers": 3, "num_kv_heads": 2, "head_dim": 16}
-    latent = {"num_layers": 3, "kv_lora_rank": 32, "qk_rope_head_dim": 8}
+    align = 1
+    how: dict[str, Any] = {"page_size": page_size, "dtype": dtype, "need_sort": need_sort}
+    rows: dict[str, Any] = {"max_running": 8, "max_context_len": 512}
+    shape: dict[str, Any] = {"num_layers": 3, "num_kv_heads": 2, "head_dim": 16}
+    latent: dict[str, Any] = {"num_layers": 3, "kv_lora_rank": 32, "qk_rope_head_dim": 8}
     if kind == "mla 128":
         align = 128
     match kind:
@@ -101,7 +103,7 @@ def test_the_index_keys_are_counted():
 
 
 def test_rows_left_open_follow_sglang_but_never_crowd_out_the_pool():
-    shape = {"num_layers": 4, "num_kv_heads": 2, "head_dim": 64}
+    shape: dict[str, Any] = {"num_layers": 4, "num_kv_heads": 2, "head_dim": 64}
     small = plan_pools(100_000_000, ModelShape.mha(**shape, context_len=131_072))
     assert small.bytes["request table"] <= 100_000_000 // 20 + 4 * (131_072 + 7)
     assert plan_pools(10**10, ModelShape.mha(**shape, context_len=1024)).rows == 4096
