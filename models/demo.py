@@ -1,4 +1,4 @@
-"""`python -m models.demo`: six questions to a small chat model, served together, and a picture of who held which page."""
+"""`python -m models.demo`: six questions to a small chat model, served together, and who held which page."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ class Question:
 
     name: str  # in the legend of the picture
     text: str
+    tokens: int  # of the answer, at most
     system: str | None = None
 
 
 QUESTIONS = (
-    Question("library: late book", "I can't finish my novel in four weeks. What can I do?", _LIBRARIAN),
-    Question("moon", "Why do we always see the same side of the moon?"),
-    Question("haiku", "Write a haiku about a lighthouse in the fog."),
-    Question("library: computers", "May my grandmother use a computer, and for how long?", _LIBRARIAN),
-    Question("bread", "List three things that can go wrong when baking bread."),
-    Question("sum", "A ticket costs 4 dollars. How much do 7 tickets cost?"),
+    Question("library: late book", "I can't finish my novel in four weeks. What can I do?", 48, _LIBRARIAN),
+    Question("moon", "Why do we always see the same side of the moon?", 80),
+    Question("haiku", "Write a haiku about a lighthouse in the fog.", 24),
+    Question("library: computers", "May my grandmother use a computer, and for how long?", 64, _LIBRARIAN),
+    Question("bread", "List three things that can go wrong when baking bread.", 72),
+    Question("sum", "A ticket costs 4 dollars. How much do 7 tickets cost?", 72),
 )
 
 
@@ -48,24 +49,23 @@ class Options:
     out: Path = Path("out/page_map.png")
     """Where the picture of the pages goes (.png, .svg or .pdf)."""
 
-    max_new_tokens: int = 64
-    """Longest answer, in tokens."""
-
     batch: int = 4
     """Questions that run at the same time; the others wait for a lane."""
 
-    pages: int = 64
+    pages: int = 48
     """Pages of 16 tokens in the KV cache. With fewer, questions wait or have to make room for a while."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit code: 0, or 2 after one sentence on stderr."""
+    """The exit code: 0, 2 after one sentence on stderr, 130 after an interrupt."""
     options = tyro.cli(Options, args=argv, prog="python -m models.demo")
     import_jax()
     from models.errors import CheckpointError
 
     try:
         _run(options)
+    except KeyboardInterrupt:
+        return 130
     except (CheckpointError, ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -87,7 +87,7 @@ def _run(options: Options) -> None:
     with Bars() as bars:
         checkpoint, model = load(path, progress=bars.loading)
         ids = [prompt_ids(checkpoint, q.text, system=q.system) for q in QUESTIONS]
-        requests = [Request(tuple(i), max_new_tokens=options.max_new_tokens) for i in ids]
+        requests = [Request(tuple(i), max_new_tokens=q.tokens) for i, q in zip(ids, QUESTIONS, strict=True)]
         engine = start_engine(model, settings, on_compile=bars.compiling, snapshots=True)
         answers = engine.generate(requests, hook=bars.serving(requests))
 

@@ -70,7 +70,6 @@ def _draw(logits, params, base_key, positions, greedy):
     top_k = jnp.where((params.top_k > 0) & (params.top_k < vocab), params.top_k, vocab)
     filtered = drawn & ((top_k < vocab) | (params.top_p < 1))
     tokens = jnp.argmax(scaled + noise, axis=-1).astype(jnp.int32)
-    # The noise belongs to the token and not to its rank, so that a lane draws the same on both ways.
     tokens = once_if(
         jnp.any(filtered),
         lambda unfiltered: jnp.where(filtered, _draw_filtered(scaled, noise, top_k, params.top_p), unfiltered),
@@ -82,6 +81,8 @@ def _draw(logits, params, base_key, positions, greedy):
 def _draw_filtered(scaled, noise, top_k, top_p):
     """i32[b]: the best of scaled + noise among the tokens that both filters keep."""
     tokens = jnp.broadcast_to(jnp.arange(scaled.shape[-1], dtype=jnp.int32), scaled.shape)
+    # The noise goes with its token, not with a rank: two logits that a differently shaped batch rounds into another
+    # order still draw the same, and a filter changes nothing but what it removes.
     falling, tokens, noise = lax.sort((-scaled, tokens, noise), dimension=-1, is_stable=True, num_keys=1)
     probs = jax.nn.softmax(-falling, axis=-1)
     mass_before = jnp.cumsum(probs, axis=-1) - probs

@@ -1,5 +1,6 @@
 """Paged attention against a dense reference, and what must never reach a real lane."""
 
+import dataclasses
 import functools
 
 import jax
@@ -32,7 +33,9 @@ def chunk(table, kv_lens, q_lens):
     kv_lens, q_lens = np.asarray(kv_lens, np.int32), np.asarray(q_lens, np.int32)
     rows = np.where(kv_lens > 0, np.arange(1, len(kv_lens) + 1), 0).astype(np.int32)
     width = int(q_lens.max())
-    return Batch.create(*map(jnp.asarray, (table, rows, kv_lens - q_lens, q_lens)), width)
+    return Batch.create(
+        jnp.asarray(table), jnp.asarray(rows), jnp.asarray(kv_lens - q_lens), jnp.asarray(q_lens), width
+    )
 
 
 def queries(batch, positions, heads, dim, seed=1):
@@ -103,7 +106,8 @@ def test_rows_of_uneven_length_read_their_own_pages():
     pool, keys, values = filled(table, 32, 4, [5, 2], 2, 8, 8)
     batch, positions = chunk(table, [5, 2], [1, 1])
     q = queries(batch, positions, 4, 8)
-    alone = Batch(*(x[1:] for x in (batch.rows, batch.q_lens, batch.kv_lens)), batch.req_to_token, batch.write_loc[1:])
+    alone = jax.tree.map(lambda x: x[1:], batch)
+    alone = dataclasses.replace(alone, req_to_token=batch.req_to_token)
 
     together = attend(q, pool, 0, batch, positions, 0.3)
 

@@ -112,6 +112,16 @@ def test_a_request_draws_the_same_alone_and_in_any_lane():
     assert not np.array_equal(together, np.argmax(logits, axis=-1))
 
 
+def test_a_filter_changes_only_the_draws_that_it_removes():
+    row = logits_for(1)[0]
+    free = many(row, 2000, temperature=2.0)
+    removed = free == int(jnp.argmin(row))
+    assert 0 < removed.sum() < 500
+    for settings in ({"top_k": VOCAB - 1}, {"top_p": 1 - 1e-6}):
+        filtered = many(row, 2000, temperature=2.0, **settings)
+        assert np.array_equal(filtered[~removed], free[~removed])
+
+
 def test_seed_position_and_base_key_all_change_the_draws():
     row, n = np.zeros(1000), 50
     base = many(row, n, temperature=1.0)
