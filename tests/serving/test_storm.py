@@ -2,11 +2,14 @@
 
 import random
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax import Ledger, PagedTokenToKVPoolAllocator, ReqToTokenPool
+from kvjax.invariants import report
 from kvjax.prefix import RadixCache
-from kvjax.serving import Request, Scheduler
+from kvjax.serving import LedgerBackend, Request, Scheduler
 from tests.serving.fake import FakeBackend
 
 
@@ -47,10 +50,10 @@ def storm(seed, operations):
             backend.release(np.array(gone, int))
             scheduler.capacity = scheduler.capacity.gave(len(gone))
         elif scheduler.busy:
-            report = scheduler.step(rng.choice([None, 1, 3]))
-            assert report.steps > 0, "a busy scheduler must move"
-            seen["retracted"] += len(report.retracted)
-            seen["evicted"] += report.evicted_tokens
+            done = scheduler.step(rng.choice([None, 1, 3]))
+            assert done.steps > 0, "a busy scheduler must move"
+            seen["retracted"] += len(done.retracted)
+            seen["evicted"] += done.evicted_tokens
         backend.check(scheduler)
     steps, owed = 0, sum(r.prompt_len + r.max_new_tokens for r in (*scheduler.waiting, *scheduler.running))
     while scheduler.busy:
@@ -93,3 +96,39 @@ def test_a_pool_of_one_page_serves_everybody_who_fits():
             scheduler.step()
             backend.check(scheduler)
         assert not scheduler.busy
+
+
+def test_a_storm_on_the_real_ledger_keeps_every_page_accounted_for():
+    rng = random.Random(7)
+    ledger = Ledger.create(ReqToTokenPool.create(6, 256), PagedTokenToKVPoolAllocator.create(256, 4))
+    backend = LedgerBackend(ledger, prefill_tokens=32)
+    tree = RadixCache(4)
+    scheduler = Scheduler(backend, tree, prefill_tokens=32, max_steps=8)
+    stem, requests, retracted = np.arange(120), [], 0
+
+    def check():
+        pages = np.zeros(64, np.int32)
+        pages[: len(tree.pages())] = tree.pages()
+        assert report(backend.ledger, jnp.asarray(pages)) == ""
+        assert backend.ledger.allocator.capacity() == scheduler.capacity
+
+    for number in range(400):
+        kind = rng.random()
+        if kind < 0.3:
+            prompt = np.concatenate([stem[: rng.randrange(40)], 1000 + np.arange(rng.randrange(1, 30)) + number])
+            requests.append(Request(number, prompt, rng.randrange(1, 90)))
+            scheduler.submit(requests[-1])
+        elif kind < 0.36 and requests:
+            scheduler.abort(rng.choice(requests))
+        elif scheduler.busy:
+            retracted += len(scheduler.step(rng.choice([None, 1, 3])).retracted)
+        if number % 20 == 0:
+            check()
+    while scheduler.busy:
+        retracted += len(scheduler.step().retracted)
+    check()
+    assert retracted > 5
+    assert {r.state for r in requests} == {"finished", "aborted"}
+    backend.release(tree.pages())
+    assert int(backend.ledger.allocator.available_size()) == 256
+    assert int(backend.ledger.faults) == 0
