@@ -102,6 +102,14 @@ def test_the_index_keys_are_counted():
     assert with_index.full_tokens < without.full_tokens
 
 
+def test_mapping_and_state_slots_are_counted_with_their_padding():
+    plan = plan_pools(10**7, WINDOWED, max_running=4)
+    assert plan.bytes["window mapping"] == 4 * (plan.full_tokens + 16 + 1)
+    assert plan.bytes["window pool"] == (plan.swa_tokens + 16) * 3 * 2 * 32 * 2
+    plan = plan_pools(10**7, RECURRENT, max_running=4, state_slots=9)
+    assert plan.bytes["state slots"] == 10 * 6 * (96 * 2 + 512 * 4)
+
+
 def test_rows_left_open_follow_sglang_but_never_crowd_out_the_pool():
     shape: dict[str, Any] = {"num_layers": 4, "num_kv_heads": 2, "head_dim": 64}
     small = plan_pools(100_000_000, ModelShape.mha(**shape, context_len=131_072))
