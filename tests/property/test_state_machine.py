@@ -44,7 +44,9 @@ LEDGERS = [
     Config(16, need_sort=True),
 ]
 PROGRAMS = {"allocator": 18, "ledger": 16, "rows": 10}  # per configuration
-MANY = 20  # times as many with --heavy
+MANY = 4  # times as many with --heavy
+
+pytestmark = pytest.mark.volume
 
 REFUSABLE = {"alloc", "extend", "extend_counted", "extend_prefix", "decode"}
 REFUSABLE |= {"alloc_rows", "set_committed", "tree_alloc"}
