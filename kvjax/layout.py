@@ -74,3 +74,24 @@ def pool_slots(size: SupportsIndex, page_size: SupportsIndex) -> int:
             f"and reach {INT32_MAX}; split the pool or store fewer tokens."
         )
     return tokens + page
+
+
+def capacity_of(value: SupportsIndex) -> int:
+    """A number of output lanes as a Python int, 1 .. 2^31 - 1; ValueError otherwise."""
+    capacity = positive("capacity", value)
+    if capacity > INT32_MAX:
+        raise ValueError(f"capacity {capacity} does not fit int32 (at most {INT32_MAX}); ask for fewer tokens a call.")
+    return capacity
+
+
+def check_start_pos(start_pos: SupportsIndex, page_size: int) -> None:
+    """ValueError unless start_pos is a whole number >= 0 on a page boundary."""
+    try:
+        start = operator.index(start_pos)
+    except TypeError:
+        raise ValueError(f"start_pos must be a Python int, got {start_pos!r}; pass the segment's position.") from None
+    if start < 0 or start % page_size:
+        raise ValueError(
+            f"a segment must start on a page boundary, got start_pos {start} with pages of {page_size}; "
+            f"start it at {max(start, 0) // page_size * page_size} or release it with free()."
+        )

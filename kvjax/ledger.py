@@ -35,7 +35,12 @@ class Ledger:
 
     @classmethod
     def create(cls, table: ReqToTokenPool, allocator: Allocator) -> Ledger:
-        """A ledger without live rows over a fresh request table and a fresh allocator."""
+        """A ledger without live rows over a fresh request table and a fresh allocator; ValueError for other types."""
+        if not isinstance(table, ReqToTokenPool) or not isinstance(allocator, Allocator):
+            raise ValueError(
+                f"a ledger is made of a request table and an allocator, got {type(table).__name__} and "
+                f"{type(allocator).__name__}; pass Ledger.create(ReqToTokenPool, allocator)."
+            )
         return cls(table, allocator, jnp.zeros((table.size + 1, 3), jnp.int32))
 
     @property
@@ -68,6 +73,8 @@ class Ledger:
 
         A pool with fewer slots would drop writes that the ledger believes in; one with more is wasted memory.
         """
+        if not hasattr(pool, "size") or not hasattr(pool, "page_size"):
+            raise ValueError(f"check_pool needs a KV pool with a size and a page_size, got {type(pool).__name__}.")
         if (pool.size, pool.page_size) != (self.allocator.size, self.allocator.page_size):
             raise ValueError(
                 f"the allocator hands out slots of {self.allocator.size} tokens in pages of "
@@ -97,7 +104,7 @@ def alloc_for_extend(
     """Rows and slots for one chunk of prefill, all or nothing (SGLang: alloc_for_extend).
 
     rows: i32[b]; -1 takes a new row, a positive row is one that the request holds (a later chunk), 0 is a lane not in
-        use, which must have seq == prefix.
+        use, which must have seq == prefix. A held row with seq == prefix stays as it is.
     prefix_lens, seq_lens: i32[b], tokens before and after the chunk. A held row keeps its first `prefix` tokens: pages
         beyond the one that the prefix ends in go back before anything is taken, so nothing is lost when a row is
         resumed below what it was given.
@@ -105,8 +112,8 @@ def alloc_for_extend(
         start empty.
     owned_from: i32[b], page-aligned, for new rows: pages before it stay somebody else's. None: every prefix page does.
     Refused (ok == False, nothing changed): a row that is not live or appears twice, seq past the row's width, a prefix
-        longer than what the row holds, a prefix that ends inside a page which the row does not own, and whatever the
-        allocator refuses.
+        longer than the row's committed tokens, a prefix that ends inside a page which the row does not own, and
+        whatever the allocator refuses.
 
     Returns (ledger, rows i32[b] with the new rows filled in, loc i32[capacity]: new slots back to back in lane order,
     ok bool[]). On failure rows and loc are 0.
@@ -117,12 +124,15 @@ def alloc_for_extend(
     wants, held = rows == NEW_ROW, rows > 0
     now = take(ledger.lens, rows)  # of held rows; row 0 otherwise
     own = jnp.where(wants, round_up(prefix, ps), jnp.minimum(now[:, OWNED_FROM], round_up(prefix, ps)))
-    holds = jnp.where(held, now[:, ALLOCATED], 0)
+    grows = seq > prefix  # a held lane that does not grow is not in use: its row stays as it is
+    holds = jnp.where(held, now[:, COMMITTED], 0)  # tokens that a prefix may name
     last = jnp.where(held & (prefix > 0), take2(table.req_to_token, rows, prefix - 1), NO_LOC)
     if owned_from is not None:
-        given = int32("owned_from", owned_from, 1)
-        same_length(rows=rows, owned_from=given)
-        own = jnp.where(wants, given, own)
+        asked = int32("owned_from", owned_from, 1)
+        same_length(rows=rows, owned_from=asked)
+        own = jnp.where(wants, asked, own)
+    if prefix_loc is not None and jnp.shape(prefix_loc)[-1:] == (0,):
+        prefix_loc = None  # nothing was found
     if prefix_loc is not None:
         found = int32("prefix_loc", prefix_loc, 2)
         same_length(rows=rows, prefix_loc=found)
@@ -136,28 +146,29 @@ def alloc_for_extend(
         & (seq >= prefix)
         & (seq <= table.max_context_len)
         & (~wants | ((own % ps == 0) & (own >= 0) & (own <= round_up(prefix, ps))))
-        & _may_continue(prefix, own, ps, seq > prefix)
-        & ledger.allocator.continues(prefix, last, seq > prefix)
+        & _may_continue(prefix, own, ps, grows)
+        & ledger.allocator.continues(prefix, last, grows)
     )
     legal &= _distinct(rows, held) & (jnp.sum(wants, dtype=jnp.int32) <= table.available_size())
 
     # Pages that held rows have beyond their prefix go back first, but only if the whole call will then succeed.
     keep = jnp.maximum(round_up(prefix, ps), now[:, OWNED_FROM])
-    surplus = jnp.where(held, jnp.maximum(ceil_div(holds, ps) - ceil_div(keep, ps), 0), 0)
+    given = now[:, ALLOCATED]
+    surplus = jnp.where(held & grows, jnp.maximum(ceil_div(given, ps) - ceil_div(keep, ps), 0), 0)
     if prefix_loc is not None:  # a new row cannot go on in a page that this very call gives back
-        continued = jnp.where(wants & (seq > prefix) & (prefix % ps != 0), page_of(last, ps), NO_LOC)
+        continued = jnp.where(wants & grows & (prefix % ps != 0), page_of(last, ps), NO_LOC)
         legal = once_if(
             legal & jnp.any(surplus > 0),
-            lambda ok: ok & ~jnp.isin(continued, _row_pages(table, rows, keep, holds, surplus > 0, ps)).any(),
+            lambda ok: ok & ~jnp.isin(continued, _row_pages(table, rows, keep, given, surplus > 0, ps)).any(),
             legal,
         )
-    needed = jnp.where(seq > prefix, ceil_div(seq, ps) - ceil_div(prefix, ps), 0)
+    needed = jnp.where(grows, ceil_div(seq, ps) - ceil_div(prefix, ps), 0)
     room = ledger.allocator.available_size() // ps + jnp.sum(surplus, dtype=jnp.int32)
     # b lanes of at most max_context_len tokens can pass int32 only in tables that no device holds.
     fits = legal & (jnp.sum(needed, dtype=jnp.int32) <= room) & (jnp.sum(seq - prefix, dtype=jnp.int32) <= width)
     allocator = once_if(
         fits & jnp.any(surplus > 0),
-        lambda a: a.free_page_ids(_row_pages(table, rows, keep, holds, surplus > 0, ps)),
+        lambda a: a.free_page_ids(_row_pages(table, rows, keep, given, surplus > 0, ps)),
         ledger.allocator,
     )
     new, seq = jnp.where(legal, seq - prefix, 0), jnp.where(legal, seq, prefix - 1)
@@ -174,7 +185,7 @@ def alloc_for_extend(
         entries = put2(entries, row, column, found, valid=(wants & ok)[:, None] & (column < prefix[:, None]))
     lane, offset, valid = lanes_of(new, width)
     entries = put2(entries, rows[lane], prefix[lane] + offset, loc, valid=valid & ok)
-    lens = put(ledger.lens, rows, jnp.stack([seq, seq, own], axis=1), valid=ok, lower=1)
+    lens = put(ledger.lens, rows, jnp.stack([seq, seq, own], axis=1), valid=ok & (wants | grows), lower=1)
     return Ledger(dataclasses.replace(table, req_to_token=entries), allocator, lens), rows, loc, ok
 
 

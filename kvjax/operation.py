@@ -41,8 +41,12 @@ def narrow(value: Any) -> Any:
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
         if all(isinstance(v, (int, np.integer, bool, np.bool_)) for v in value):
             value = np.asarray(value, dtype=None if len(value) else np.int32)
+        elif isinstance(value, list) and all(isinstance(v, list) for v in value):
+            value = np.asarray(value)
         else:
             return type(value)(narrow(v) for v in value)
+    if isinstance(value, str | bytes | set | frozenset | dict | range):
+        raise ValueError(f"{value!r} is no array; pass a jax or numpy array, or a list of whole numbers.")
     if isinstance(value, (int, np.integer)):
         value = np.asarray(value)
     if isinstance(value, np.ndarray) and value.dtype.kind in "iu" and value.dtype != np.int32:
@@ -75,9 +79,16 @@ def operation(*static_argnames: str) -> Callable[[Callable[P, R]], Callable[P, R
     return wrap
 
 
+def _array(name: str, value: Any) -> jax.Array:
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} must be an array, got {type(value).__name__}: {error}") from None
+
+
 def int32(name: str, value: Any, ndim: int) -> jax.Array:
     """`value` as an i32 array of rank `ndim`; ValueError for another rank or dtype."""
-    array = jnp.asarray(value)
+    array = _array(name, value)
     if array.dtype != jnp.int32:
         raise ValueError(f"{name} must be int32, got {array.dtype}; cast it with .astype(jnp.int32).")
     if array.ndim != ndim:
@@ -87,7 +98,7 @@ def int32(name: str, value: Any, ndim: int) -> jax.Array:
 
 def mask(name: str, value: Any, shape: tuple[int, ...]) -> jax.Array:
     """`value` as a bool array of the given shape; ValueError otherwise."""
-    array = jnp.asarray(value)
+    array = _array(name, value)
     if array.dtype != jnp.bool_:
         raise ValueError(f"{name} must be bool, got {array.dtype}; compare or cast it with .astype(bool).")
     if array.shape != shape:

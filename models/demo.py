@@ -79,7 +79,7 @@ def _run(options: Options) -> None:
     from models.chatting import find_model, load, prompt_ids, start_engine
     from models.engine import EngineSettings
     from models.progress import Bars
-    from models.scheduler import Request
+    from models.scheduler import Request, refuse_impossible
 
     settings = EngineSettings(batch=options.batch, pages=options.pages, max_context_len=512, steps=4)
     settings.shapes()
@@ -88,6 +88,7 @@ def _run(options: Options) -> None:
         checkpoint, model = load(path, progress=bars.loading)
         ids = [prompt_ids(checkpoint, q.text, system=q.system) for q in QUESTIONS]
         requests = [Request(tuple(i), max_new_tokens=q.tokens) for i, q in zip(ids, QUESTIONS, strict=True)]
+        refuse_impossible(requests, settings.shapes(), checkpoint.config.vocab_size)
         engine = start_engine(model, settings, on_compile=bars.compiling, snapshots=True)
         answers = engine.generate(requests, hook=bars.serving(requests))
 

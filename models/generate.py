@@ -101,8 +101,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _refuse(sentence: str) -> int:
-    text = " ".join(sentence.split())
-    print(text[:1].upper() + text[1:], file=sys.stderr)
+    print(" ".join(sentence.split()), file=sys.stderr)  # one line; it may begin with a file's name, so no capital
     return 2
 
 
@@ -128,6 +127,8 @@ def _run(options: Options) -> None:
         "seed": options.seed,
         "ignore_eos": options.ignore_eos,
     }
+    if (options.top_k or options.top_p < 1) and not options.temperature:
+        raise ValueError("--top-k and --top-p need a --temperature above 0; without one the likeliest token is taken.")
     Request((0,), **draw)
     settings = EngineSettings(
         batch=min(8, len(options.prompt)) if options.batch is None else options.batch,

@@ -425,3 +425,27 @@ def test_every_operation_updates_a_donated_ledger_in_place(need_sort):
     assert_in_place(lambda s, x: alloc_for_decode(s, x)[0], ledger, lanes, temp=8192 + merge)
     assert_in_place(lambda s, x: release_rows(s, x), ledger, lanes, temp=pages)
     assert_in_place(lambda s, x: set_committed(s, x, x)[0], ledger, lanes, temp=4096)
+
+
+def test_a_held_lane_that_does_not_grow_keeps_its_row():
+    ledger = Ledger.create(ReqToTokenPool.create(3, 32), PagedTokenToKVPoolAllocator.create(64, 4))
+    ledger, rows, _, _ = alloc_for_extend(ledger, [-1], [0], [20], capacity=32)
+    after, _, loc, ok = alloc_for_extend(ledger, rows, [0], [0], capacity=32)
+    assert bool(ok)
+    assert not loc.any()
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), ledger, after))
+
+
+def test_tokens_that_were_taken_back_are_no_prefix():
+    ledger = Ledger.create(ReqToTokenPool.create(3, 32), PagedTokenToKVPoolAllocator.create(64, 4))
+    ledger, rows, _, _ = alloc_for_extend(ledger, [-1], [0], [20], capacity=32)
+    ledger, _ = set_committed(ledger, rows, [10])
+    assert not bool(alloc_for_extend(ledger, rows, [18], [24], capacity=32)[3])
+    assert bool(alloc_for_extend(ledger, rows, [10], [24], capacity=32)[3])
+
+
+def test_a_prefix_of_no_width_is_no_prefix():
+    ledger = Ledger.create(ReqToTokenPool.create(3, 32), PagedTokenToKVPoolAllocator.create(64, 4))
+    _, _, loc, ok = alloc_for_extend(ledger, [-1], [0], [4], capacity=4, prefix_loc=np.zeros((1, 0), np.int32))
+    assert bool(ok)
+    assert loc.tolist() == [4, 5, 6, 7]

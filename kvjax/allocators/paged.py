@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 from kvjax import freelist
 from kvjax.allocators.capacity import Capacity
 from kvjax.indexing import in_range, put, take
-from kvjax.layout import INT32_MAX, INT32_MIN, ceil_div, page_of, pool_slots, positive
+from kvjax.layout import INT32_MAX, INT32_MIN, capacity_of, ceil_div, check_start_pos, page_of, pool_slots
 from kvjax.operation import int32, mask, narrow, once_if, operation, same_length, state, static
 from pallas_kernels.alloc_decode import alloc_decode
 from pallas_kernels.alloc_extend import alloc_extend
@@ -32,13 +32,8 @@ def segment_pages(loc: jax.Array, start_pos: int, page_size: int) -> jax.Array:
     loc: i32[k], slots of positions start_pos, start_pos + 1, ...; 0 = padding behind the piece. Returns
     i32[ceil(k / page_size)]. ValueError if start_pos is not on a page boundary.
     """
-    start = int(start_pos)
-    if start % page_size:
-        raise ValueError(
-            f"a segment must start on a page boundary, got start_pos {start} with pages of {page_size}; "
-            f"start it at {start // page_size * page_size} or release it with free()."
-        )
-    return _released(loc[::page_size], page_size)
+    check_start_pos(start_pos, page_size)
+    return _released(int32("segments", loc, 1)[::page_size], page_size)
 
 
 def _released(slots: jax.Array, page_size: int) -> jax.Array:
@@ -167,7 +162,7 @@ class PagedTokenToKVPoolAllocator:
 
         Returns (allocator, loc i32[capacity] page by page, 0 behind the last, ok bool[]).
         """
-        width, ps = positive("capacity", capacity), self.page_size
+        width, ps = capacity_of(capacity), self.page_size
         need = int32("need", need, 0)
         pages = need // ps
         legal = (need >= 0) & (need % ps == 0) & (need <= width)
@@ -198,19 +193,21 @@ class PagedTokenToKVPoolAllocator:
         handed-out page at the right offset, more than `capacity` new tokens.
         Returns (allocator, loc i32[capacity]: the new slots back to back in batch order, 0 behind them, ok bool[]).
         """
-        width, ps = positive("capacity", capacity), self.page_size
+        width, ps = capacity_of(capacity), self.page_size
         prefix, seq = int32("prefix_lens", prefix_lens, 1), int32("seq_lens", seq_lens, 1)
         last = int32("last_loc", last_loc, 1)
         same_length(prefix_lens=prefix, seq_lens=seq, last_loc=last)
         new, legal = freelist.new_tokens(prefix, seq, width)
-        legal &= jnp.all(self.continues(prefix, last, new > 0))
+        # Behind this bound the end of a lane's last page would pass int32.
+        legal &= jnp.all(self.continues(prefix, last, new > 0) & ((new == 0) | (seq <= INT32_MAX - ps)))
         total = jnp.sum(new, dtype=jnp.int32)
         lanes = jnp.sum(new > 0, dtype=jnp.int32)
         if num_lanes is not None:
             lanes = jnp.maximum(lanes, int32("num_lanes", num_lanes, 0))
         # SGLang's bound, total // ps + lanes + 1 > free, in a form that cannot pass int32.
         now = self._merged(legal & (lanes >= self.free_pages - total // ps))
-        seq = jnp.where(legal, seq, prefix)
+        used = legal & (new > 0)  # the others become lanes of length 0, whatever they hold
+        prefix, seq = jnp.where(used, prefix, 0), jnp.where(used, seq, 0)
         loc, taken, fits = alloc_extend(
             now.stack, now.free_pages, prefix, seq, last, page_size=ps, capacity=width, implementation=implementation
         )
@@ -281,7 +278,7 @@ class PagedTokenToKVPoolAllocator:
         with `segment_pages` for the segments.
         """
         # start_pos is checked here, on the host, so it never becomes part of the compile key.
-        reps = tuple(segment_pages(jnp.asarray(narrow(loc)), start, self.page_size) for loc, start in segments)
+        reps = tuple(segment_pages(narrow(loc), start, self.page_size) for loc, start in segments)
         return self._free_group(tokens, reps, pages)
 
     @operation()

@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 from kvjax import freelist
 from kvjax.allocators.capacity import Capacity
 from kvjax.indexing import in_range, put, take
-from kvjax.layout import pool_slots, positive
+from kvjax.layout import capacity_of, check_start_pos, pool_slots
 from kvjax.operation import int32, mask, narrow, once_if, operation, same_length, state, static
 
 HEAD, FREE, STAGED, FAULTS = range(4)  # entries of `counters`
@@ -134,7 +134,7 @@ class TokenToKVPoolAllocator:
     @operation("capacity")
     def alloc(self, need: ArrayLike, *, capacity: int) -> tuple[TokenToKVPoolAllocator, jax.Array, jax.Array]:
         """The first `need` (i32[]) free slots. Returns (allocator, loc i32[capacity], 0 behind the last, ok)."""
-        width, need = positive("capacity", capacity), int32("need", need, 0)
+        width, need = capacity_of(capacity), int32("need", need, 0)
         return self._alloc(need, (need >= 0) & (need <= width), width)
 
     @operation("capacity", "implementation")
@@ -154,7 +154,7 @@ class TokenToKVPoolAllocator:
         and there is nothing to choose: the slots are one slice of the ring). Returns
         (allocator, loc i32[capacity], ok); seq < prefix and more than `capacity` new tokens are refused.
         """
-        width = positive("capacity", capacity)
+        width = capacity_of(capacity)
         prefix, seq = int32("prefix_lens", prefix_lens, 1), int32("seq_lens", seq_lens, 1)
         same_length(prefix_lens=prefix, seq_lens=seq, last_loc=int32("last_loc", last_loc, 1))
         new, legal = freelist.new_tokens(prefix, seq, width)
@@ -206,6 +206,7 @@ class TokenToKVPoolAllocator:
 
     def free_segment(self, loc: jax.Array, start_pos: int = 0) -> TokenToKVPoolAllocator:
         """The same as `free`: every position starts a page of one token."""
+        check_start_pos(start_pos, 1)
         return self.free(loc)
 
     def free_group(
@@ -216,8 +217,11 @@ class TokenToKVPoolAllocator:
     ) -> TokenToKVPoolAllocator:
         """One release of tokens, then segments, then pages, concatenated; SGLang keeps call order, so pass mixed items
         in one of them."""
+        for _, start_pos in segments:
+            check_start_pos(start_pos, 1)
         parts = [p for p in (tokens, *(loc for loc, _ in segments), pages) if p is not None]
-        return self.free(jnp.concatenate([jnp.asarray(narrow(p)) for p in parts])) if parts else self
+        slots = [int32("the slots of a group", narrow(p), 1) for p in parts]
+        return self.free(jnp.concatenate(slots)) if slots else self
 
     def _free(self, slots: jax.Array) -> TokenToKVPoolAllocator:
         if slots.shape[0] == 0:

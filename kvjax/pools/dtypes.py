@@ -48,7 +48,12 @@ def resolve_store_dtype(dtype: Any, store_dtype: Any = None) -> np.dtype:
     dtype = pool_dtype(dtype)
     if store_dtype is None:
         return default_store_dtype(dtype)
-    store = jnp.dtype(store_dtype)
+    try:
+        store = jnp.dtype(store_dtype)
+    except TypeError:
+        raise ValueError(
+            f"store_dtype {store_dtype!r} is no dtype; pass {dtype.name}, {_UNSIGNED[dtype.itemsize].name} or None."
+        ) from None
     if store not in (dtype, _UNSIGNED[dtype.itemsize]):
         raise ValueError(
             f"store_dtype {store.name} ({store.itemsize} bytes) cannot hold {dtype.name} ({dtype.itemsize} bytes) bit "

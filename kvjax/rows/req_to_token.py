@@ -83,7 +83,7 @@ class ReqToTokenPool:
         want: bool[b]. Returns (pool, rows i32[b]: the last free rows in list order, in lane order, 0 on other lanes
         and everywhere on failure; ok bool[]). The generation of each row handed out rises by 1.
         """
-        want = mask("want", want, jnp.shape(want)[:1])
+        want = mask("want", want, (jnp.size(want),))
         rank, total = freelist.exclusive_rank(want)
         free = self.available_size()
         ok = total <= free

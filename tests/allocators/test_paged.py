@@ -359,20 +359,23 @@ def cycle(a):
 @pytest.mark.parametrize("need_sort", [False, True])
 def test_jit_scan_while_and_vmap_agree_with_eager_calls(need_sort):
     start = eager = create(32, need_sort=need_sort)
+    after = []
     for _ in range(4):
         eager = cycle(eager)
-    jitted = start
-    for _ in range(4):
-        jitted = jax.jit(cycle)(jitted)
-    scanned, _ = lax.scan(lambda a, _: (cycle(a), None), start, None, length=4)
-    _, looped = lax.while_loop(lambda c: c[0] < 4, lambda c: (c[0] + 1, cycle(c[1])), (0, start))
-    stacked = jax.vmap(lambda a, n: lax.fori_loop(0, n, lambda _, b: cycle(b), a), in_axes=(None, 0))(
-        start, jnp.array([4, 1])
-    )
-    for other in (jitted, scanned, looped, jax.tree.map(lambda x: x[0], stacked)):
-        assert equal(other, eager)
-        assert jax.tree.structure(other) == jax.tree.structure(start)
-    assert equal(jax.tree.map(lambda x: x[1], stacked), cycle(start))
+        after.append(eager)
+
+    def twice(allocator):
+        return lax.scan(lambda c, _: (cycle(c), None), allocator, None, length=2)[0]
+
+    def loop(allocator, turns):
+        return lax.while_loop(lambda c: c[0] < turns, lambda c: (c[0] + 1, twice(c[1])), (0, allocator))[1]
+
+    looped = jax.jit(loop)(start, 2)
+    stacked = jax.jit(jax.vmap(loop, in_axes=(None, 0)))(start, jnp.array([2, 1]))
+    assert equal(looped, after[3])
+    assert equal(jax.tree.map(lambda x: x[0], stacked), after[3])
+    assert equal(jax.tree.map(lambda x: x[1], stacked), after[1])
+    assert jax.tree.structure(looped) == jax.tree.structure(stacked) == jax.tree.structure(start)
     assert eager.to_lists() != start.to_lists()
 
 
@@ -401,3 +404,21 @@ def test_every_operation_updates_a_donated_allocator_in_place(need_sort):
     assert_in_place(lambda a, x: a.free_segment(x), a, slots, temp=16_384)
     assert_in_place(lambda a, x: a.free_page_ids(x), a, slots, temp=16_384)
     assert_in_place(lambda a, x: a.free_group(x, ((x, 0),), x), a, slots, temp=32_768)
+
+
+def test_a_lane_near_the_end_of_int32_moves_no_other_lanes_slots():
+    largest = 2**31 - 1
+    for page_size in (3, 7):
+        allocator = PagedTokenToKVPoolAllocator.create(60, page_size)
+        _, loc, ok = allocator.alloc_extend([largest, 0], [largest, 5], [-1, -1], capacity=8)
+        assert bool(ok)
+        assert loc.tolist() == [*range(page_size, page_size + 5), 0, 0, 0]
+
+
+def test_refused_extends_name_no_slot():
+    largest = 2**31 - 1
+    allocator = PagedTokenToKVPoolAllocator.create(64, 16)
+    for prefix, seq in ((largest, largest - 1), (largest - 1, largest), (9, largest)):
+        _, loc, ok = allocator.alloc_extend([prefix], [seq], [0], capacity=8)
+        assert not bool(ok)
+        assert not loc.any()

@@ -280,7 +280,7 @@ class Ledger:
                     return None
                 before = [] if prefix_loc is None else prefix_loc[i]
             elif self.rows.is_live(rows[i]):
-                known = self.lens[rows[i]][1]
+                known = self.lens[rows[i]][0]
                 own[i] = min(self.lens[rows[i]][2], up(prefix[i], ps))
                 before = self.slots(rows[i], 0, known)
             else:
@@ -293,7 +293,7 @@ class Ledger:
                 return None  # the page that would be continued is somebody else's
 
         need = sum(pages(s, ps) - pages(p, ps) for p, s in zip(prefix, seq, strict=True))
-        back = [page for i in lanes if rows[i] > 0 for page in self.owned_pages(rows[i], prefix[i])]
+        back = [p for i in lanes if rows[i] > 0 and seq[i] > prefix[i] for p in self.owned_pages(rows[i], prefix[i])]
         if need > self.allocator.available() // ps + len(back):
             assert self.allocator.alloc_extend(prefix, seq, last, capacity, num_lanes) is None  # a merge may stay
             return None
@@ -307,7 +307,7 @@ class Ledger:
         assert fresh is not None
         rows, at = [f or row for f, row in zip(fresh, rows, strict=True)], 0
         for i in lanes:
-            if rows[i] == 0:
+            if rows[i] == 0 or (not fresh[i] and seq[i] == prefix[i]):
                 continue
             if fresh[i] and prefix_loc is not None:
                 self.rows.table[rows[i], : prefix[i]] = prefix_loc[i][: prefix[i]]
