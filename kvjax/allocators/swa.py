@@ -31,11 +31,25 @@ def create_side(size: int, page_size: int, need_sort: bool = False) -> Side:
     return PagedTokenToKVPoolAllocator.create(size, page_size, need_sort)
 
 
-def page_begins(loc: jax.Array, page_size: int, *kinds: jax.Array) -> jax.Array:
-    """bool[m]: a page of a row piece begins at the lane: at offset 0, or behind a lane of another page or kind."""
-    what = jnp.stack([page_of(loc, page_size), *(kind.astype(jnp.int32) for kind in kinds)])
-    changed = jnp.any(what != jnp.roll(what, 1, axis=1), axis=0)
-    return (loc % page_size == 0) | changed | (jnp.arange(loc.shape[0]) == 0)
+def opened_pages(prefix: jax.Array, new: jax.Array, page_size: int) -> jax.Array:
+    """i32[]: pages that lanes open which add `new` tokens (i32[b]) to `prefix` tokens (i32[b])."""
+    opened = jnp.where(new > 0, ceil_div(prefix + new, page_size) - ceil_div(prefix, page_size), 0)
+    return jnp.sum(opened, dtype=jnp.int32)
+
+
+def free_items(side: Side, loc: jax.Array, freed: jax.Array, segment: jax.Array, kind: jax.Array) -> Side:
+    """One side's part of a group: token sets, then segment pages, by the side's own group rule.
+
+    loc: i32[m]; freed, segment: bool[m]. kind: bool[m], what else tells neighbouring items apart.
+    """
+    ps, tokens = side.page_size, jnp.where(freed, loc, 0)
+    if ps == 1:  # one list in call order
+        return side.free(tokens)
+    # A segment's page begins at offset 0, or behind a lane of another page or kind.
+    what = jnp.stack([page_of(loc, ps), freed, segment, kind])
+    begins = (loc % ps == 0) | jnp.any(what != jnp.roll(what, 1, axis=1), axis=0) | (jnp.arange(loc.shape[0]) == 0)
+    pages = jnp.where(segment & begins, _released(tokens, ps), 0)
+    return side.free_group(jnp.where(segment, 0, tokens), pages=pages)
 
 
 @state
@@ -80,6 +94,11 @@ class SWATokenToKVPoolAllocator:
     def size(self) -> int:
         """The smaller side (SGLang's size)."""
         return min(self.size_full, self.size_swa)
+
+    @property
+    def pool_sizes(self) -> tuple[int, int]:
+        """(full, swa) sizes of the SWAKVPool that goes with it."""
+        return self.size_full, self.size_swa
 
     @property
     def num_pages(self) -> int:
@@ -159,8 +178,7 @@ class SWATokenToKVPoolAllocator:
         new, legal = freelist.new_tokens(prefix, seq, width)
         swa_last = self.pairs.translate(last)
         legal &= jnp.all(self._both_continue(prefix, last, swa_last, new > 0))
-        opened = jnp.where(new > 0, ceil_div(prefix + new, ps) - ceil_div(prefix, ps), 0)
-        ok = legal & (jnp.sum(opened, dtype=jnp.int32) <= self.available_size() // ps)
+        ok = legal & (opened_pages(prefix, new, ps) <= self.available_size() // ps)
         seq = jnp.where(ok, seq, prefix - 1)  # out of order: refused before anything is merged
         take = {"capacity": width, "num_lanes": num_lanes, "implementation": implementation}
         full, loc, _ = self.full_attn_allocator.alloc_extend(prefix, seq, last, **take)
@@ -195,11 +213,10 @@ class SWATokenToKVPoolAllocator:
         rest = jnp.arange(1, ps, dtype=jnp.int32)  # tokens that still fit into the prefix's last page
         inside = (prefix[0] % ps != 0) & (rest <= ps - prefix[0] % ps) & (rest <= new[0])
         legal &= ~jnp.any(inside & (self.pairs.translate(jnp.where(inside, last[0] + rest, 0)) > 0))
-        opened = ceil_div(prefix + new, ps)[0] - ceil_div(prefix, ps)[0]
-        ok = legal & (opened <= self.full_available_size() // ps)
+        ok = legal & (opened_pages(prefix, new, ps) <= self.full_available_size() // ps)
         ok &= ceil_div(jnp.maximum(tail, 0), ps) <= self.swa_available_size() // ps
 
-        take = {"capacity": width, "num_lanes": 1, "implementation": implementation}
+        take = {"capacity": width, "num_lanes": jnp.int32(1), "implementation": implementation}
         full, loc, _ = self.full_attn_allocator.alloc_extend(prefix, jnp.where(ok, seq, prefix - 1), last, **take)
         # An empty tail does not touch the SWA side, not even for a merge.
         swa_seq = jnp.where(ok & (tail > 0), tail, -1)[None]
@@ -313,18 +330,14 @@ class SWATokenToKVPoolAllocator:
         back first, then those of token sets; on the full side it is the other way round. At page size 1 everything is
         one list in call order.
         """
-        loc, ps = int32("loc", loc, 1), self.page_size
+        loc = int32("loc", loc, 1)
         swa, full, segment = (mask(n, v, loc.shape) for n, v in (("swa", swa), ("full", full), ("segment", segment)))
-        page = page_of(loc, ps)
+        page = page_of(loc, self.page_size)
         had = self.pairs.has_partners(page)
         out, unmapped = self._unpaired(page, swa & (loc != 0), segment)
         refused = full & ~swa & had & ~unmapped
         out = out._counted(freelist.count_distinct(page, refused))
-        freed = jnp.where(full & ~refused, loc, 0)
-        if ps == 1:
-            return out._full_side(lambda side: side.free(freed))
-        pages = jnp.where(segment & page_begins(loc, ps, swa, full, segment), _released(freed, ps), 0)
-        return out._full_side(lambda side: side.free_group(jnp.where(segment, 0, freed), pages=pages))
+        return out._full_side(lambda side: free_items(side, loc, full & ~refused, segment, swa))
 
     def _full_side(self, change: Callable[[Side], Side]) -> SWATokenToKVPoolAllocator:
         return dataclasses.replace(self, full_attn_allocator=change(self.full_attn_allocator))
@@ -372,14 +385,16 @@ class SWATokenToKVPoolAllocator:
         ps = self.page_size
         pairs, slots = self.pairs.unmap(pages)
         swa = self.swa_attn_allocator
-        if ps == 1 or segment is False:
+        if isinstance(swa, TokenToKVPoolAllocator):
             swa = swa.free(slots)
+        elif segment is False:
+            swa = swa.free_page_set(page_of(slots, ps), usual=pages.shape[0])
         elif segment is True:
             swa = swa.free_page_ids(page_of(slots, ps))
         else:
             of_segment = jnp.repeat(segment, ps, total_repeat_length=slots.shape[0])
             swa = swa.free_page_ids(jnp.where(of_segment, page_of(slots, ps), 0))
-            swa = swa.free(jnp.where(of_segment, 0, slots))
+            swa = swa.free_page_set(jnp.where(of_segment, 0, page_of(slots, ps)), usual=pages.shape[0])
         return dataclasses.replace(self, swa_attn_allocator=swa, pairs=pairs)
 
     # --- housekeeping ------------------------------------------------------------------------------------------

@@ -11,8 +11,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from kvjax.allocators.paged import _released
-from kvjax.allocators.swa import Side, create_side, page_begins
+from kvjax.allocators.swa import Side, create_side, free_items
 from kvjax.indexing import in_range
 from kvjax.layout import NO_LOC
 from kvjax.operation import int32, mask, operation, state
@@ -43,6 +42,11 @@ class PureSWATokenToKVPoolAllocator:
         return self.allocator.size
 
     size_full = size_swa = size
+
+    @property
+    def pool_sizes(self) -> tuple[int, int]:
+        """(full, swa) sizes of the SWAKVPool that goes with it: it has window layers only."""
+        return 0, self.size
 
     @property
     def num_pages(self) -> int:
@@ -147,14 +151,9 @@ class PureSWATokenToKVPoolAllocator:
         self, loc: jax.Array, swa: jax.Array, full: jax.Array, segment: jax.Array
     ) -> PureSWATokenToKVPoolAllocator:
         """All items in call order, flags as in SWATokenToKVPoolAllocator.free_group; full-only items do nothing."""
-        loc, ps = int32("loc", loc, 1), self.page_size
-        swa, _, segment = (mask(n, v, loc.shape) for n, v in (("swa", swa), ("full", full), ("segment", segment)))
-        freed = jnp.where(swa, loc, 0)
-        if ps == 1:
-            return self.free(freed)
-        pages = jnp.where(segment & page_begins(loc, ps, swa, segment), _released(freed, ps), 0)
-        inner = self.allocator.free_group(jnp.where(segment, 0, freed), pages=pages)
-        return PureSWATokenToKVPoolAllocator(inner)
+        loc = int32("loc", loc, 1)
+        swa, full, segment = (mask(n, v, loc.shape) for n, v in (("swa", swa), ("full", full), ("segment", segment)))
+        return PureSWATokenToKVPoolAllocator(free_items(self.allocator, loc, swa, segment, full))
 
     @operation()
     def merge_and_sort_free(self) -> PureSWATokenToKVPoolAllocator:
