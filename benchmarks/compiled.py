@@ -47,7 +47,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "head_dim": 128,
     },
     # DeepSeek-V2-Lite's attention with a dense MLP in every layer. Its own width, 10,944, makes XLA split the down
-    # projection's sum into 16 parts and keep padded copies of these weights: 344 MiB that have nothing to do with pools.
+    # projection's sum into 16 parts and keep padded copies of its weights: 344 MiB that no pool causes.
     "mla": {
         **_COMMON,
         "model_type": "deepseek_v2",

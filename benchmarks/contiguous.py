@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from models.decoder import Decoder
+from models.gqa import GQAttention
 from models.layers import apply_rope, rope_angles
 from models.rope import rope_inv_freq
 
@@ -35,6 +36,8 @@ def decode_step(
     out = []
     for block, (k_cache, v_cache) in zip(decoder.layers, cache, strict=True):
         a, normed = block.attention, block.input_norm(x)
+        if not isinstance(a, GQAttention):
+            raise ValueError("the contiguous baseline is written for MHA and GQA decoders, not for MLA.")
         b = x.shape[0]
         q = apply_rope(a.q(normed).reshape(b, 1, c.num_heads, c.head_dim), angles, interleaved=False)
         k = apply_rope(a.k(normed).reshape(b, 1, c.num_kv_heads, c.head_dim), angles, interleaved=False)[:, 0]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from statistics import median
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -116,7 +117,7 @@ def run(progress: Callable[[str], None], quick: bool = False) -> Iterator[Measur
 
     paged = paged_steps(graph, STEPS)
     calls = {"paged": lambda s: paged(weights, *s, rows, tokens)}
-    states = {"paged": (pool, ledger)}
+    states: dict[str, Any] = {"paged": (pool, ledger)}
     for layout in ("plain", "best"):
         steps = contiguous_steps(graph, layout, CONTEXT, STEPS)
         calls[layout] = lambda s, steps=steps: steps(weights, s, tokens)
@@ -125,7 +126,13 @@ def run(progress: Callable[[str], None], quick: bool = False) -> Iterator[Measur
     progress(f"decode: batch {BATCH}, context {CONTEXT}, {STEPS} steps a call")
     make = {name: functools.partial(jax.tree.map, jnp.copy, state) for name, state in states.items()}
     times = interleaved(calls, 5 if quick else 15, make=make)
-    shape = {"batch": BATCH, "context": CONTEXT, "layers": c.num_layers, "kv_heads": c.num_kv_heads, "head_dim": c.head_dim}
+    shape = {
+        "batch": BATCH,
+        "context": CONTEXT,
+        "layers": c.num_layers,
+        "kv_heads": c.num_kv_heads,
+        "head_dim": c.head_dim,
+    }
     for name, seconds in times.items():
         yield Measurement(f"decode/{name}", median(seconds) / STEPS * 1e3, "ms per step", {**shape, "page_size": PAGE})
     for layout in ("plain", "best"):

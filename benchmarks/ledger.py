@@ -34,7 +34,7 @@ def steps_of(num_pages: int, page_size: int, batch: int) -> dict[str, Step]:
     working = min(POOLS[0], num_pages)  # pages in play: half of them handed out, half free
     live, free = working // 2, working - working // 2
     # The oldest pages are taken, and the free list is cut to the rest of the working set.
-    taken, _, ok = full.alloc(live * page_size, capacity=live * page_size)
+    taken, _, ok = full.alloc(jnp.int32(live * page_size), capacity=live * page_size)
     assert bool(ok)
     state = _cut(taken, num_pages, working, free)
     counters = state.counters
@@ -138,5 +138,8 @@ def run(progress: Callable[[str], None], quick: bool = False) -> Iterator[Measur
                 one = jax.tree.map(lambda v: v[0], inputs)
                 dispatch = interleaved({"call": lambda call=call, state=state, one=one: call(state, one)}, 101)
                 yield Measurement(
-                    f"ledger/{name}", median(dispatch["call"]) * 1e6, "us", {**config, "pages": POOLS[0], "kind": "jitted call"}
+                    f"ledger/{name}",
+                    median(dispatch["call"]) * 1e6,
+                    "us",
+                    {**config, "pages": POOLS[0], "kind": "jitted call"},
                 )

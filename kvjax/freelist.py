@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.indexing import in_range, parked, put, take
+from kvjax.indexing import in_range, parked, take
 from kvjax.layout import INT32_MAX, INT32_MIN
 from kvjax.operation import once_if
 
@@ -35,7 +35,7 @@ def is_free(
     """bool, shape of ids: the id lies in stack[:count] (or in staged[:num_staged]). False for ids out of range."""
     at = take(pos, ids)
     found = in_range(at, count) & (take(stack, at) == ids)
-    if staged is not None:
+    if staged is not None and num_staged is not None:
         back = staged_at(at)  # its own inverse
         found |= in_range(back, num_staged) & (take(staged, back) == ids)
     return found & in_range(ids, pos.shape[0], 1)

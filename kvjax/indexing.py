@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from kvjax.layout import INT32_MAX
 
 
-def in_range(idx: jax.Array, limit: int, lower: int = 0) -> jax.Array:
+def in_range(idx: jax.Array, limit: int | jax.Array, lower: int = 0) -> jax.Array:
     """bool, shape of idx: lower <= idx < limit."""
     return (idx >= lower) & (idx < limit)
 
@@ -32,9 +32,7 @@ def parked(idx: jax.Array, limit: int, valid: jax.Array) -> jax.Array:
     return jnp.where(valid, idx, limit + lane)
 
 
-def put(
-    array: jax.Array, idx: jax.Array, values, *, valid: jax.Array | None = None, lower: int = 0
-) -> jax.Array:
+def put(array: jax.Array, idx: jax.Array, values, *, valid: jax.Array | None = None, lower: int = 0) -> jax.Array:
     """array[idx] = values along axis 0; lanes outside [lower, len(array)) or not `valid` write nothing.
 
     idx: i32[...]; values broadcast to idx.shape + array.shape[1:]. Which of two equal real indices wins is undefined.

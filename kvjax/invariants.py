@@ -68,8 +68,8 @@ def report(ledger: Ledger, tree_pages: jax.Array | None = None) -> str:
     """The broken rules with the pages or rows concerned, read to the host; "" for a sound ledger."""
     found = jax.device_get(_jitted_offenders(ledger, tree_pages))
     lines = []
-    for name, where in found.items():
-        ids = np.flatnonzero(where)
+    for name in MEANING:  # jit returns dicts by alphabet
+        ids = np.flatnonzero(found[name])
         if name == "listed_outside" and len(ids):
             lines.append(f"{name}: {MEANING[name]}")
         elif len(ids):

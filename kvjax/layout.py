@@ -10,7 +10,6 @@ from __future__ import annotations
 import operator
 from typing import SupportsIndex
 
-import jax
 import numpy as np
 
 PAD_SLOT = 0  # location of a padded lane; a write there is dropped

@@ -160,9 +160,9 @@ def alloc_for_extend(
         lambda a: a.free_page_ids(_row_pages(table, rows, keep, holds, surplus > 0, ps)),
         ledger.allocator,
     )
-    new = jnp.where(legal, seq - prefix, 0)
-    allocator, loc, ok = allocator.alloc_extend(  # seq < prefix is refused before anything is merged
-        prefix, jnp.where(legal, seq, prefix - 1), last, capacity=width, num_lanes=num_lanes, implementation=implementation
+    new, seq = jnp.where(legal, seq - prefix, 0), jnp.where(legal, seq, prefix - 1)
+    allocator, loc, ok = allocator.alloc_extend(  # refuses seq < prefix before it merges anything
+        prefix, seq, last, capacity=width, num_lanes=num_lanes, implementation=implementation
     )
     table, new_rows, _ = table.alloc_rows(wants & ok)
     rows = jnp.where(ok, jnp.where(wants, new_rows, rows), 0)
@@ -283,4 +283,3 @@ def _first(rows: jax.Array) -> jax.Array:
     """bool[m]: no earlier lane names the same row."""
     lane = jnp.arange(rows.shape[0])
     return ~jnp.any((rows[:, None] == rows[None, :]) & (lane[None, :] < lane[:, None]), axis=1)
-

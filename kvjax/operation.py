@@ -46,7 +46,7 @@ def narrow(value: Any) -> Any:
     if isinstance(value, (int, np.integer)):
         value = np.asarray(value)
     if isinstance(value, np.ndarray) and value.dtype.kind in "iu" and value.dtype != np.int32:
-        if value.size and not (INT32_MIN <= int(value.min()) and int(value.max()) <= INT32_MAX):
+        if value.size and (int(value.min()) < INT32_MIN or int(value.max()) > INT32_MAX):
             worst = int(value.max()) if int(value.max()) > INT32_MAX else int(value.min())
             raise ValueError(
                 f"{worst} does not fit int32 ({INT32_MIN} .. {INT32_MAX}); slots, pages, rows and lengths are int32."

@@ -19,8 +19,9 @@ FREE = -1  # owner of a free page
 # Okabe and Ito's palette without its grey and black, then darker and lighter relatives: told apart also by people
 # who do not see all colours, and against the near-white of free pages.
 _COLOURS = (
-    "#0072B2 #E69F00 #009E73 #D55E00 #56B4E9 #CC79A7 #B8A800 #5D3A9B #8C510A #01665E #F4A582 #74ADD1 #A6D96A #762A83"
-).split()
+    *("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#B8A800"),
+    *("#5D3A9B", "#8C510A", "#01665E", "#F4A582", "#74ADD1", "#A6D96A", "#762A83"),
+)
 _FREE_COLOUR = "#F1F1EE"
 _KIND_COLOURS = {"prefill": "#444444", "decode": "#BDBDBD", "retract": "#C00000"}
 
@@ -107,7 +108,7 @@ def page_map(
     page = np.arange(len(grid) + 1) + 0.5
     main.pcolormesh(time, page, index, cmap=ListedColormap(colours), vmin=-0.5, vmax=len(colours) - 0.5)
     main.set_ylabel("page")
-    main.set_xlabel("programs, one column each (below: decode steps so far)")
+    main.set_xlabel("one column per program, labelled with the decode steps done so far")
     main.spines[["top", "right"]].set_visible(False)
     ticks = np.unique(np.linspace(0, len(snapshots) - 1, min(len(snapshots), 11)).astype(int))
     main.set_xticks(ticks + 0.5, [str(snapshots[t].step) for t in ticks])

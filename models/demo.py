@@ -57,13 +57,15 @@ class Options:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit code: 0, or 2 after one sentence on stderr."""
+    """The exit code: 0, 2 after one sentence on stderr, 130 after an interrupt."""
     options = tyro.cli(Options, args=argv, prog="python -m models.demo")
     import_jax()
     from models.errors import CheckpointError
 
     try:
         _run(options)
+    except KeyboardInterrupt:
+        return 130
     except (CheckpointError, ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 2

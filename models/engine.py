@@ -32,7 +32,7 @@ from models.programs import (
     create_state,
     split_decoder,
 )
-from models.scheduler import Books, Buckets, Request, Running, Scheduler
+from models.scheduler import Books, Buckets, Request, Running, Scheduler, refuse_impossible
 
 __all__ = ["Answer", "Engine", "EngineSettings", "PageSnapshot", "Request", "Stats"]
 
@@ -146,8 +146,8 @@ class Engine:
 
         ValueError, before anything runs, for a request that no empty engine could hold.
         """
+        refuse_impossible(requests, self.shapes, self.config.vocab_size)
         scheduler = Scheduler(self.shapes, self.books)
-        scheduler.refuse_impossible(requests, self.config.vocab_size)
         everyone = [Running(index, request) for index, request in enumerate(requests)]
         scheduler.queue.extend(everyone)
         self.stats, self.snapshots = Stats(), []
@@ -249,7 +249,7 @@ class Engine:
         report = self._run("decode", batch, steps, lanes, np.int32(steps), np.int32(leave))
         self.stats.decode_seconds += time.perf_counter() - start
         self.stats.decode_programs += 1
-        self.stats.steps += report.steps
+        self.stats.steps += int(report.steps)
         self.stats.decode_tokens += int(np.sum(report.produced))
         for lane, r in enumerate(members):
             self.books.grow(r.written, int(report.lengths[lane]))
@@ -287,7 +287,7 @@ class Engine:
 
     def _after(self, scheduler: Scheduler, program: str, report: Report) -> None:
         self.books.check(report)
-        self.stats.peak_pages = max(self.stats.peak_pages, self.shapes.pages - report.fewest_free)
+        self.stats.peak_pages = max(self.stats.peak_pages, self.shapes.pages - int(report.fewest_free))
         if "page_rows" in self._compiled:
             rows = np.asarray(self._compiled["page_rows"](self.ledger))[1:]
             owners = np.full(self.shapes.rows + 1, FREE, np.int32)

@@ -78,7 +78,7 @@ class Options:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit code: 0, or 2 after one sentence on stderr."""
+    """The exit code: 0, 2 after one sentence on stderr, 130 after an interrupt."""
     options = tyro.cli(Options, args=argv, prog="python -m models.generate")
     import_jax()
     import jax
@@ -87,6 +87,8 @@ def main(argv: list[str] | None = None) -> int:
 
     try:
         _run(options)
+    except KeyboardInterrupt:
+        return 130
     except (CheckpointError, ChatTemplateError, ValueError) as error:
         return _refuse(str(error))
     except OSError as error:
@@ -110,7 +112,7 @@ def _run(options: Options) -> None:
     from models.chatting import find_model, load, prompt_ids, start_engine
     from models.engine import EngineSettings
     from models.progress import Bars
-    from models.scheduler import Request
+    from models.scheduler import Request, refuse_impossible
 
     if not options.prompt:
         raise ValueError("there is nothing to answer; give at least one --prompt.")
@@ -152,7 +154,8 @@ def _run(options: Options) -> None:
         for text in options.prompt:
             ids = prompt_ids(checkpoint, text, system=options.system, raw=options.raw)
             requests.append(Request(tuple(ids), **draw))
-        _refuse_long(requests, settings.max_context_len)
+        # The engine asks this too, but only after all programs are compiled.
+        refuse_impossible(requests, settings.shapes(), checkpoint.config.vocab_size)
         engine = start_engine(model, settings, on_compile=bars.compiling)
         answers = engine.generate(requests, hook=bars.serving(requests))
     console = Console(highlight=False)
@@ -161,16 +164,6 @@ def _run(options: Options) -> None:
         if len(answers) > 1:
             console.rule(text if len(text) < 60 else text[:59] + "…", align="left")
         console.print(checkpoint.tokenizer.decode(answer.tokens), markup=False, soft_wrap=True)
-
-
-def _refuse_long(requests, longest: int) -> None:
-    """The engine says it too, but only after all programs are compiled."""
-    for number, request in enumerate(requests, start=1):
-        if len(request.prompt) + request.max_new_tokens > longest:
-            raise ValueError(
-                f"prompt {number} has {len(request.prompt)} tokens and --max-new-tokens is {request.max_new_tokens}, "
-                f"but a row holds {longest} together; shorten one of them or raise --max-context-len."
-            )
 
 
 if __name__ == "__main__":

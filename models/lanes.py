@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +33,7 @@ class Chunk:
     def empty(cls, lanes: int, width: int) -> Chunk:
         """A chunk on the host in which no lane is in use, to be filled in."""
         number, flag = _columns(lanes)
-        tokens = np.zeros((lanes, width), np.int32)
+        tokens: Any = np.zeros((lanes, width), np.int32)
         return cls(tokens, number(), number(), number(), flag(), number(), number(), flag(), _empty_sampling(lanes))
 
 
@@ -54,13 +56,16 @@ class Lanes:
         return cls(number(), number(), flag(), number(), number(), flag(), _empty_sampling(lanes))
 
 
-def _columns(lanes: int):
+def _columns(lanes: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Makers of i32[lanes] and bool[lanes] zeros on the host."""
     return (lambda: np.zeros(lanes, np.int32)), (lambda: np.zeros(lanes, np.bool_))
 
 
 def _empty_sampling(lanes: int) -> SamplingParams:
     number, _ = _columns(lanes)
-    return SamplingParams(np.zeros(lanes, np.float32), number(), np.ones(lanes, np.float32), number())  # pyright: ignore[reportArgumentType]
+    temperature: Any = np.zeros(lanes, np.float32)
+    top_p: Any = np.ones(lanes, np.float32)
+    return SamplingParams(temperature=temperature, top_k=number(), top_p=top_p, seed=number())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,22 +73,22 @@ class Report:
     """What every program tells the host, as one i32 vector, so that one transfer fetches all of it.
 
     The vector holds the fields in the order in which they stand here: numbers, then columns of b lanes, then tokens.
-    Inside a program the fields are traced arrays (`pack`), on the host numpy ones and Python ints (`unpack`).
+    Inside a program the fields are traced arrays (`pack`), on the host Python ints and numpy arrays (`unpack`).
     """
 
-    free_pages: int | jax.Array  # pages that can be handed out at once
-    staged_pages: int | jax.Array  # freed pages that wait for a merge
-    free_rows: int | jax.Array
-    ok: int | jax.Array  # 0: the last step (of decode) or the whole program could not be served, and changed nothing
-    faults: int | jax.Array  # releases refused since the ledger was made; always 0 in a sound program
-    steps: int | jax.Array  # forward passes run
-    fewest_free: int | jax.Array  # fewest free and staged pages at any time during the program
-    rows: np.ndarray | jax.Array  # i32[b], row of each lane; 0 where it was given back
-    lengths: np.ndarray | jax.Array  # i32[b], tokens in each lane's row, or what it held when it was given back
-    finished: np.ndarray | jax.Array  # i32[b], 1: the request ended in this program, and its row is free again
-    waiting: np.ndarray | jax.Array  # i32[b], 1: the lane's next token needs a page and there was none (ok == 0)
-    produced: np.ndarray | jax.Array  # i32[b], tokens drawn for the lane
-    tokens: np.ndarray | jax.Array  # i32[b, k], the first produced[i] of lane i are real
+    free_pages: Any  # i32[], pages that can be handed out at once
+    staged_pages: Any  # i32[], freed pages that wait for a merge
+    free_rows: Any  # i32[], rows that can be handed out
+    ok: Any  # i32[], 0: the last step (of decode) or the whole program could not be served, and changed nothing
+    faults: Any  # i32[], releases refused since the ledger was made; always 0 in a sound program
+    steps: Any  # i32[], forward passes run
+    fewest_free: Any  # i32[], fewest free and staged pages at any time during the program
+    rows: Any  # i32[b], row of each lane; 0 where it was given back
+    lengths: Any  # i32[b], tokens in each lane's row, or what it held when it was given back
+    finished: Any  # i32[b], 1: the request ended in this program, and its row is free again
+    waiting: Any  # i32[b], 1: the lane's next token needs a page and there was none (ok == 0)
+    produced: Any  # i32[b], tokens drawn for the lane
+    tokens: Any  # i32[b, k], the first produced[i] of lane i are real
 
     @staticmethod
     def shapes(lanes: int, width: int) -> dict[str, tuple[int, ...]]:

@@ -126,14 +126,7 @@ class Program:
 
     def compile(self) -> jax.stages.Compiled:
         """The executable. It accepts these shapes and no others, and never traces again."""
-        lowered = self.lower()
-        if jax.default_backend() == "cpu":
-            # XLA prefers 256-bit vectors; 512 is a sixth faster for the small matmuls of decode where they exist.
-            try:
-                return lowered.compile(compiler_options={"xla_cpu_prefer_vector_width": 512})
-            except (jax.errors.JaxRuntimeError, ValueError):
-                pass  # a version without the option
-        return lowered.compile()
+        return self.lower().compile()
 
 
 def abstract(tree: Any) -> Any:

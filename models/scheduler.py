@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from kvjax.layout import ceil_div, positive
 from models.lanes import Report
@@ -141,6 +141,25 @@ class Books:
             )
 
 
+def refuse_impossible(requests: Sequence[Request], shapes: Shapes, vocab_size: int) -> None:
+    """ValueError for the first request that an empty engine of these shapes could not serve to its end."""
+    for number, request in enumerate(requests, start=1):
+        who, length, wanted = f"prompt {number} of {len(requests)}", len(request.prompt), request.max_new_tokens
+        if length + wanted > shapes.max_context_len:
+            raise ValueError(
+                f"{who} has {length} tokens and asks for {wanted} more, but a row holds {shapes.max_context_len}; "
+                "shorten one of them or raise max_context_len."
+            )
+        pages = ceil_div(request.max_kv_tokens, shapes.page_size)
+        if pages > shapes.pages:
+            raise ValueError(
+                f"{who} may need {pages} pages for its {length} tokens and {wanted} new ones, but the whole pool has "
+                f"{shapes.pages} pages of {shapes.page_size}; make the pool larger."
+            )
+        if not all(0 <= token < vocab_size for token in request.prompt):
+            raise ValueError(f"{who} has a token id outside 0 .. {vocab_size - 1}, the vocabulary.")
+
+
 class Scheduler:
     """Who waits, who runs, and in which order. First come, first served."""
 
@@ -148,24 +167,6 @@ class Scheduler:
         self.shapes, self.books = shapes, books
         self.queue: deque[Running] = deque()
         self.running: list[Running] = []  # in order of admission, so the last is the newest
-
-    def refuse_impossible(self, requests: Iterable[Request], vocab_size: int) -> None:
-        """ValueError for a request that could never be served, before anything is."""
-        for index, request in enumerate(requests):
-            length, wanted = len(request.prompt), request.max_new_tokens
-            if length + wanted > self.shapes.max_context_len:
-                raise ValueError(
-                    f"request {index} has {length} prompt tokens and asks for {wanted} more, but a row holds "
-                    f"{self.shapes.max_context_len}; shorten one of them or raise max_context_len."
-                )
-            pages = self.books.pages(request.max_kv_tokens)
-            if pages > self.books.total:
-                raise ValueError(
-                    f"request {index} may need {pages} pages for {length} prompt tokens and {wanted} new ones, but the "
-                    f"whole pool has {self.books.total} pages of {self.books.page_size}; make the pool larger."
-                )
-            if not all(0 <= token < vocab_size for token in request.prompt):
-                raise ValueError(f"request {index} has a token id outside 0 .. {vocab_size - 1}, the vocabulary.")
 
     def admit(self) -> None:
         """Start queued requests in order while lanes, rows and pages allow.

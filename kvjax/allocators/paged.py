@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from kvjax import freelist
 from kvjax.indexing import in_range, put, take
@@ -70,9 +71,7 @@ class PagedTokenToKVPoolAllocator:
         """
         pool_slots(size, page_size)
         if size < page_size:
-            raise ValueError(
-                f"a pool of {size} tokens holds no page of {page_size}; make size at least one page_size."
-            )
+            raise ValueError(f"a pool of {size} tokens holds no page of {page_size}; make size at least one page_size.")
         n = int(size) // int(page_size)
         stack, pos = _all_free(n)
         staged = jnp.zeros(n, jnp.int32) if need_sort else None
@@ -158,9 +157,7 @@ class PagedTokenToKVPoolAllocator:
     # --- taking ------------------------------------------------------------------------------------------------
 
     @operation("capacity")
-    def alloc(
-        self, need: jax.Array, *, capacity: int
-    ) -> tuple[PagedTokenToKVPoolAllocator, jax.Array, jax.Array]:
+    def alloc(self, need: ArrayLike, *, capacity: int) -> tuple[PagedTokenToKVPoolAllocator, jax.Array, jax.Array]:
         """Whole pages for `need` tokens (i32[]), a multiple of the page; anything else is refused.
 
         Returns (allocator, loc i32[capacity] page by page, 0 behind the last, ok bool[]).
@@ -318,9 +315,7 @@ class PagedTokenToKVPoolAllocator:
         out = once_if(aligned, lambda a: a._free_set(page_of(highest, ps), highest == 0), self)
         return once_if(~aligned, lambda a: a._free_set(page_of(loc, ps), loc == 0, 2 * runs.shape[0]), out)
 
-    def _free_set(
-        self, page: jax.Array, padding: jax.Array, usual: int | None = None
-    ) -> PagedTokenToKVPoolAllocator:
+    def _free_set(self, page: jax.Array, padding: jax.Array, usual: int | None = None) -> PagedTokenToKVPoolAllocator:
         """Release a set of pages, ascending, each once. `usual`: how many distinct pages to expect at most."""
         if page.shape[0] == 0:
             return self
@@ -404,4 +399,3 @@ def _all_free(n: int) -> tuple[jax.Array, jax.Array]:
 
 def _counts(free, staged, faults) -> jax.Array:
     return jnp.stack([jnp.asarray(x, jnp.int32) for x in (free, staged, faults)])
-

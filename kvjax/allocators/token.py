@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from kvjax import freelist
 from kvjax.indexing import in_range, put, take
@@ -126,7 +127,7 @@ class TokenToKVPoolAllocator:
     # --- taking ------------------------------------------------------------------------------------------------
 
     @operation("capacity")
-    def alloc(self, need: jax.Array, *, capacity: int) -> tuple[TokenToKVPoolAllocator, jax.Array, jax.Array]:
+    def alloc(self, need: ArrayLike, *, capacity: int) -> tuple[TokenToKVPoolAllocator, jax.Array, jax.Array]:
         """The first `need` (i32[]) free slots. Returns (allocator, loc i32[capacity], 0 behind the last, ok)."""
         width, need = positive("capacity", capacity), int32("need", need, 0)
         return self._alloc(need, (need >= 0) & (need <= width), width)

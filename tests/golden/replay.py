@@ -7,11 +7,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from tests.golden import traces
 
 HEADER_KEYS = {"system", "config", "source", "seed", "ops", "limits", "initial"}
+
+
+class Once:
+    """A jitted function that counts how often it was traced; `check` says that one shape served the whole file."""
+
+    def __init__(self, function: Callable[..., Any]):
+        self.traces = 0
+
+        def counted(*args: Any) -> Any:
+            self.traces += 1
+            return function(*args)
+
+        self._jitted = jax.jit(counted)
+
+    def __call__(self, *args: Any) -> Any:
+        return self._jitted(*args)
+
+    def check(self) -> None:
+        assert self.traces <= 1, f"traced {self.traces} times: the shapes changed within one file"
 
 
 @dataclass

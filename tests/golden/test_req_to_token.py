@@ -1,6 +1,5 @@
 """Replay of every req_to_token trace: rows, generations, table."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,29 +8,21 @@ from kvjax import ReqToTokenPool
 from tests.golden import replay, traces
 
 
-@jax.jit
-def alloc_rows(pool, want):
-    return pool.alloc_rows(want)
-
-
-@jax.jit
-def free_rows(pool, rows):
-    return pool.free_rows(rows)
-
-
-@jax.jit
-def write(pool, row, start, values, count):
-    lane = jnp.arange(values.shape[0], dtype=jnp.int32)
-    out = pool.write(row[None], (start + lane)[None], values[None], (lane < count)[None])
-    return out, out.req_to_token[row]
-
-
 @pytest.mark.parametrize("path", traces.find("req_to_token_*"), ids=lambda p: p.name)
 def test_req_to_token_trace(path):
     trace = replay.Trace.load(path, "req_to_token", {"size", "max_context_len"})
     pool = ReqToTokenPool.create(trace.config["size"], trace.config["max_context_len"])
     batch = trace.width(lambda op: [op["args"].get("n", 0), *(len(op["args"].get(k, ())) for k in ("rows", "rows_in"))])
     values = trace.width(lambda op: [len(op["args"].get("values", ()))])
+
+    alloc_rows = replay.Once(lambda pool, want: pool.alloc_rows(want))
+    free_rows = replay.Once(lambda pool, rows: pool.free_rows(rows))
+
+    @replay.Once
+    def write(pool, row, start, values, count):
+        lane = jnp.arange(values.shape[0], dtype=jnp.int32)
+        out = pool.write(row[None], (start + lane)[None], values[None], (lane < count)[None])
+        return out, out.req_to_token[row]
 
     def step(pool, name, args):
         match name, sorted(args):
@@ -63,4 +54,4 @@ def test_req_to_token_trace(path):
     last = replay.run(trace, pool, step, observe, frozenset({"row_values"}))
     assert int(last.faults) == 0
     for compiled in (alloc_rows, free_rows, write):
-        compiled.clear_cache()
+        compiled.check()

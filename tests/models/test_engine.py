@@ -142,7 +142,7 @@ def test_nothing_is_compiled_after_the_start(case, caplog):
 
 
 def test_after_a_refusal_or_an_interrupt_the_engine_serves_on(case):
-    with pytest.raises(ValueError, match="request 1 has"):
+    with pytest.raises(ValueError, match="prompt 2 of 2 has"):
         case.engine.generate([case.requests()[0], Request((1,) * 120, 24)])
     case.assert_empty()
 

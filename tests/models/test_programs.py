@@ -107,6 +107,17 @@ def test_chunked_prefill_draws_only_where_a_prompt_ends(machine):
     assert not bool(check_invariants(ledger).any())
 
 
+def test_prefill_without_enough_pages_changes_nothing(machine):
+    pool, ledger = machine.state()
+    pool, ledger, _ = machine.extend(pool, ledger, chunk_of((8, 8, 4)))  # 5 of 7 pages
+    before = jax.tree.map(np.array, (pool, ledger))
+    pool, ledger, report = machine.extend(pool, ledger, chunk_of((8, 1, 0)))
+    assert (report.ok, report.free_pages, report.free_rows) == (0, 2, 1)
+    for column in (report.rows, report.lengths, report.finished, report.produced, report.tokens):
+        assert not column.any()
+    jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.array, (pool, ledger)))
+
+
 def test_a_request_of_one_token_ends_in_prefill_and_gives_everything_back(machine):
     pool, ledger = machine.state()
     pool, ledger, report = machine.extend(pool, ledger, chunk_of((8, 3, 1), limit=1))
@@ -230,12 +241,12 @@ def test_no_program_holds_a_copy_of_a_pool_and_a_step_reads_as_far_as_its_longes
         program = build_decode(graph, real, *abstract_state(GQA, shapes), 4, 32)
         compiled = program.compile()
         pool, ledger = create_state(GQA, shapes)
-        memory = compiled.memory_analysis()
+        memory: Any = compiled.memory_analysis()
         leaf = pool.nbytes // 4
         assert memory.alias_size_in_bytes >= pool.nbytes
         assert memory.temp_size_in_bytes < leaf
-        lens = np.full(4, 200, np.int32)
-        ledger, rows, _, ok = alloc_for_extend(ledger, np.full(4, -1), np.zeros(4, int), lens, capacity=800)
+        lens = jnp.full(4, 200)
+        ledger, rows, _, ok = alloc_for_extend(ledger, jnp.full(4, -1), jnp.zeros(4, int), lens, capacity=800)
         assert bool(ok)
         lanes: Any = Lanes.empty(4)
         lanes.rows[:], lanes.active[:], lanes.limit[:] = rows, True, 10_000

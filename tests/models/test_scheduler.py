@@ -1,15 +1,16 @@
 """What the host decides, without a device: buckets, admission, retraction, refusals, books."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
 from models.engine import EngineSettings
 from models.lanes import Report
-from models.scheduler import Books, Buckets, Request, Running, Scheduler
+from models.scheduler import Books, Buckets, Request, Running, Scheduler, refuse_impossible
 
 
-def scheduler_for(**settings) -> Scheduler:
+def scheduler_for(**settings: Any) -> Scheduler:
     shapes = EngineSettings(**settings).shapes()
     return Scheduler(shapes, Books(shapes))
 
@@ -38,7 +39,8 @@ def test_lanes_without_prefill_cost_nothing():
 
 
 def test_bad_settings_are_refused_with_the_value():
-    for wrong, text in (
+    settings: dict[str, Any]
+    for settings, text in (
         ({"prompt": ()}, "no tokens"),
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
         ({"temperature": -0.5}, "got -0.5"),
@@ -48,23 +50,24 @@ def test_bad_settings_are_refused_with_the_value():
         ({"seed": 2**31}, "32 bits"),
     ):
         with pytest.raises(ValueError, match=text):
-            Request(**{"prompt": (1,), **wrong})
-    for wrong in ({"batch": 0}, {"page_size": 0}, {"pages": 0}, {"steps": 0}, {"max_context_len": -1}):
+            Request(**{"prompt": (1,), **settings})
+    for settings in ({"batch": 0}, {"page_size": 0}, {"pages": 0}, {"steps": 0}, {"max_context_len": -1}):
         with pytest.raises(ValueError, match="must be at least 1"):
-            EngineSettings(**wrong).shapes()
+            EngineSettings(**settings).shapes()
     with pytest.raises(ValueError, match="tokens of a bucket must be at least 1"):
         Buckets(((1, 0),))
 
 
 def test_what_can_never_fit_is_refused():
-    scheduler = scheduler_for(batch=2, page_size=4, max_context_len=32, pages=5)
-    scheduler.refuse_impossible([Request((1,) * 13, max_new_tokens=8)], 10)  # 20 tokens of KV, 5 pages
-    with pytest.raises(ValueError, match=r"request 1 may need 6 pages .* the whole pool has 5"):
-        scheduler.refuse_impossible([Request((1,), 2), Request((1,) * 14, max_new_tokens=8)], 10)
-    with pytest.raises(ValueError, match="30 prompt tokens and asks for 3 more, but a row holds 32"):
-        scheduler.refuse_impossible([Request((1,) * 30, max_new_tokens=3)], 10)
+    shapes = EngineSettings(batch=2, page_size=4, max_context_len=32, pages=5).shapes()
+    fits = Request((1,) * 13, max_new_tokens=8)  # 20 tokens of KV, 5 pages: the last token is never written
+    refuse_impossible([fits], shapes, 10)
+    with pytest.raises(ValueError, match=r"prompt 2 of 2 may need 6 pages .* the whole pool has 5"):
+        refuse_impossible([fits, Request((1,) * 14, max_new_tokens=8)], shapes, 10)
+    with pytest.raises(ValueError, match="has 30 tokens and asks for 3 more, but a row holds 32"):
+        refuse_impossible([Request((1,) * 30, max_new_tokens=3)], shapes, 10)
     with pytest.raises(ValueError, match=r"outside 0 \.\. 9"):
-        scheduler.refuse_impossible([Request((10,), max_new_tokens=3)], 10)
+        refuse_impossible([Request((10,), max_new_tokens=3)], shapes, 10)
 
 
 def test_admission_keeps_a_page_for_each_request_that_runs():
@@ -90,7 +93,7 @@ def test_books_that_disagree_with_the_device_stop_everything():
     books = Books(EngineSettings(batch=2, page_size=4, max_context_len=32).shapes())
     books.free_rows -= 1
     books.grow(0, 9)
-    numbers = dict.fromkeys((f.name for f in dataclasses.fields(Report)), 0)
+    numbers: dict[str, Any] = dict.fromkeys((f.name for f in dataclasses.fields(Report)), 0)
     sound = Report(**numbers | {"free_pages": 12, "staged_pages": 1, "free_rows": 1})
     books.check(sound)
     for wrong in ({"free_pages": 13}, {"free_rows": 2}, {"faults": 1}):
