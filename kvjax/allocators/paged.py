@@ -265,7 +265,7 @@ class PagedTokenToKVPoolAllocator:
 
     @operation("usual")
     def free_page_set(self, pages: jax.Array, *, usual: int | None = None) -> PagedTokenToKVPoolAllocator:
-        """Release pages (i32[j], any order, 0 = padding), each once, ascending; `usual` as many as to expect at most."""
+        """Release pages (i32[j], any order, 0 = padding), each once, ascending; `usual`: how many to expect."""
         pages = int32("pages", pages, 1)
         return self._free_set(pages, pages == 0, usual)
 

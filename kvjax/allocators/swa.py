@@ -67,9 +67,7 @@ class SWATokenToKVPoolAllocator:
     pairs: SlotMapping
 
     @classmethod
-    def create(
-        cls, size: int, size_swa: int, page_size: int, need_sort: bool = False
-    ) -> SWATokenToKVPoolAllocator:
+    def create(cls, size: int, size_swa: int, page_size: int, need_sort: bool = False) -> SWATokenToKVPoolAllocator:
         """Everything free. size, size_swa: tokens of the full and of the SWA side. ValueError as in the sides'."""
         full, swa = create_side(size, page_size, need_sort), create_side(size_swa, page_size, need_sort)
         return cls(full, swa, SlotMapping.create(full.size, full.num_pages, swa.num_pages, full.page_size))
@@ -141,12 +139,40 @@ class SWATokenToKVPoolAllocator:
         array = jnp.asarray(loc)
         return self.pairs.translate(int32("loc", array, array.ndim))
 
+    # --- what the ledger asks a window side (kvjax.window) ------------------------------------------------------
+
+    releases_window = True  # pages out of the window go back
+    forgets_window = False  # the row keeps its full slots
+
+    def window_loc(self, rows: jax.Array, positions: jax.Array, loc: jax.Array) -> jax.Array:
+        """i32, shape of loc: slots of tokens (row, position, full slot) in the window layers' pool."""
+        return self.translate(loc)
+
+    def window_there(self, first: jax.Array, window_from: jax.Array, allocated: jax.Array) -> jax.Array:
+        """bool[b]: a row that holds [window_from, allocated) still has its tokens from `first` on."""
+        return first >= window_from
+
+    def may_begin(self, first_loc: jax.Array) -> jax.Array:
+        """bool[b]: a new row may begin with a prefix whose window starts at slot first_loc: it has a partner."""
+        return self.translate(first_loc) > 0
+
+    def window_start(self, prefix: jax.Array, edge: jax.Array) -> jax.Array:
+        """i32[b]: from where on a new row with a prefix holds its tokens; no page below the edge is needed."""
+        return edge
+
+    def overwritten(self, written: jax.Array) -> jax.Array:
+        """i32[b]: tokens below are lost once `written` tokens are there: none."""
+        return jnp.zeros_like(written)
+
+    def room(self, full_pages: jax.Array, window_pages: jax.Array) -> jax.Array:
+        """i32[]: pages that can be taken after so many came back on the full side and on the window side."""
+        full, swa, ps = self.full_available_size(), self.swa_available_size(), self.page_size
+        return jnp.minimum(full // ps + full_pages, swa // ps + window_pages)
+
     # --- taking ------------------------------------------------------------------------------------------------
 
     @operation("capacity")
-    def alloc(
-        self, need: jax.Array, *, capacity: int
-    ) -> tuple[SWATokenToKVPoolAllocator, jax.Array, jax.Array]:
+    def alloc(self, need: jax.Array, *, capacity: int) -> tuple[SWATokenToKVPoolAllocator, jax.Array, jax.Array]:
         """`need` (i32[]) tokens on both sides, a multiple of the page. Returns (allocator, loc i32[capacity], ok)."""
         width, need = positive("capacity", capacity), int32("need", need, 0)
         ok = (need >= 0) & (need % self.page_size == 0) & (need <= width) & (need <= self.available_size())
@@ -207,7 +233,7 @@ class SWATokenToKVPoolAllocator:
         prefix, seq = int32("prefix_lens", prefix_lens, 1), int32("seq_lens", seq_lens, 1)
         last, tail = int32("last_loc", last_loc, 1), int32("swa_tail_len", swa_tail_len, 0)
         if same_length(prefix_lens=prefix, seq_lens=seq, last_loc=last) != 1:
-            raise ValueError(f"alloc_extend_swa_tail serves one request, got {prefix.shape[0]} lanes; call it for each.")
+            raise ValueError(f"alloc_extend_swa_tail serves one request, got {prefix.shape[0]} lanes.")
         new, legal = freelist.new_tokens(prefix, seq, width)
         legal &= jnp.all(self.full_attn_allocator.continues(prefix, last, new > 0)) & (tail >= 0) & (tail <= new[0])
         rest = jnp.arange(1, ps, dtype=jnp.int32)  # tokens that still fit into the prefix's last page

@@ -7,7 +7,6 @@ has a new owner by now.
 
 from __future__ import annotations
 
-
 import jax
 import jax.numpy as jnp
 
@@ -82,13 +81,42 @@ class PureSWATokenToKVPoolAllocator:
         loc = int32("loc", loc, loc.ndim)
         return jnp.where(in_range(loc, self.size + self.page_size, NO_LOC), loc, 0)
 
+    # --- what the ledger asks a window side (kvjax.window) ------------------------------------------------------
+
+    releases_window = True  # pages out of the window go back
+    forgets_window = True  # and with them the slots: the request table must not name them any more
+
+    def window_loc(self, rows: jax.Array, positions: jax.Array, loc: jax.Array) -> jax.Array:
+        """i32, shape of loc: slots of tokens (row, position, full slot) in the window layers' pool."""
+        return self.translate(loc)
+
+    def window_there(self, first: jax.Array, window_from: jax.Array, allocated: jax.Array) -> jax.Array:
+        """bool[b]: a row that holds [window_from, allocated) still has its tokens from `first` on."""
+        return first >= window_from
+
+    def may_begin(self, first_loc: jax.Array) -> jax.Array:
+        """bool[b]: a new row may begin with a prefix whose window starts at slot first_loc: it has a partner."""
+        return self.translate(first_loc) > 0
+
+    def window_start(self, prefix: jax.Array, edge: jax.Array) -> jax.Array:
+        """i32[b]: from where on a new row with a prefix holds its tokens; no page below the edge is needed."""
+        return edge
+
+    def overwritten(self, written: jax.Array) -> jax.Array:
+        """i32[b]: tokens below are lost once `written` tokens are there: none."""
+        return jnp.zeros_like(written)
+
+    def room(self, full_pages: jax.Array, window_pages: jax.Array) -> jax.Array:
+        """i32[]: pages that can be taken after so many came back on the full side and on the window side."""
+        return self.available_size() // self.page_size + window_pages
+
+    # --- taking and giving back --------------------------------------------------------------------------------
+
     def continues(self, prefix: jax.Array, last: jax.Array, used: jax.Array) -> jax.Array:
         return self.allocator.continues(prefix, last, used)
 
     @operation("capacity")
-    def alloc(
-        self, need: jax.Array, *, capacity: int
-    ) -> tuple[PureSWATokenToKVPoolAllocator, jax.Array, jax.Array]:
+    def alloc(self, need: jax.Array, *, capacity: int) -> tuple[PureSWATokenToKVPoolAllocator, jax.Array, jax.Array]:
         """See PagedTokenToKVPoolAllocator.alloc."""
         inner, loc, ok = self.allocator.alloc(need, capacity=capacity)
         return PureSWATokenToKVPoolAllocator(inner), loc, ok
@@ -164,5 +192,3 @@ class PureSWATokenToKVPoolAllocator:
     def clear(self) -> PureSWATokenToKVPoolAllocator:
         """Everything free again; the fault count stays. O(pool)."""
         return PureSWATokenToKVPoolAllocator(self.allocator.clear())
-
-

@@ -74,7 +74,7 @@ class SWARingTokenToKVPoolAllocator:
 
     @property
     def pool_sizes(self) -> tuple[int, int]:
-        """(full, swa) sizes of the SWAKVPool that goes with it: (rows + 1) * ring window slots, one page of them extra."""
+        """(full, swa) sizes of the SWAKVPool that goes with it, which has (rows + 1) * ring window slots."""
         return self.size_full, (self.rows + 1) * self.ring - self.page_size
 
     @property
@@ -114,7 +114,8 @@ class SWARingTokenToKVPoolAllocator:
         rows, positions = jnp.broadcast_arrays(jnp.asarray(rows), jnp.asarray(positions))
         rows, positions = int32("rows", rows, rows.ndim), int32("positions", positions, rows.ndim)
         real = in_range(rows, self.rows + 1, 1) & (positions >= 0)
-        return jnp.where(real, jnp.where(real, rows, 0) * self.ring + jnp.where(real, positions, 0) % self.ring, PAD_SLOT)
+        at = jnp.where(real, rows, 0) * self.ring + jnp.where(real, positions, 0) % self.ring
+        return jnp.where(real, at, PAD_SLOT)
 
     def usable_prefix(self, length: int, window_layers: int = 1) -> int:
         """How much of a cached prefix of `length` tokens a fresh ring can go on from, in whole pages.
@@ -127,15 +128,50 @@ class SWARingTokenToKVPoolAllocator:
             raise ValueError(f"a prefix has 0 tokens or more, got {length}.")
         return max(0, round_down(length - positive("window_layers", window_layers) * self.window, self.page_size))
 
+    # --- what the ledger asks a window side (kvjax.window) ------------------------------------------------------
+
+    releases_window = False  # a ring is overwritten
+    forgets_window = False
+
+    def window_loc(self, rows: jax.Array, positions: jax.Array, loc: jax.Array) -> jax.Array:
+        """See ring_loc; full slots play no part."""
+        return self.ring_loc(rows, positions)
+
+    def window_there(self, first: jax.Array, window_from: jax.Array, allocated: jax.Array) -> jax.Array:
+        """bool[b]: no token from `first` on is overwritten in a row that was given `allocated` tokens."""
+        return first >= allocated - self.ring
+
+    def may_begin(self, first_loc: jax.Array) -> jax.Array:
+        """Always: a new row's ring is empty whatever its prefix (`usable_prefix` says where to begin)."""
+        return jnp.ones(first_loc.shape, bool)
+
+    def window_start(self, prefix: jax.Array, edge: jax.Array) -> jax.Array:
+        """i32[b]: a ring holds nothing of a prefix that was found elsewhere."""
+        return prefix
+
+    def overwritten(self, written: jax.Array) -> jax.Array:
+        """i32[b]: tokens below are lost once `written` tokens are there."""
+        return jnp.maximum(written - self.ring, 0)
+
+    def room(self, full_pages: jax.Array, window_pages: jax.Array) -> jax.Array:
+        """i32[]: pages that can be taken after so many came back on the full side."""
+        return self.available_size() // self.page_size + full_pages
+
+    def check_rows(self, rows: int, window: int | None) -> None:
+        """ValueError unless the request table has the rings' rows and the ledger their window."""
+        if (rows, window) != (self.rows, self.window):
+            raise ValueError(
+                f"the rings are for {self.rows} rows and a window of {self.window}, but the ledger has {rows} rows "
+                f"and a window of {window}; create them with the same numbers."
+            )
+
     # --- taking and giving back: the full side's, see PagedTokenToKVPoolAllocator --------------------------------
 
     def continues(self, prefix: jax.Array, last: jax.Array, used: jax.Array) -> jax.Array:
         return self.full_attn_allocator.continues(prefix, last, used)
 
     @operation("capacity")
-    def alloc(
-        self, need: jax.Array, *, capacity: int
-    ) -> tuple[SWARingTokenToKVPoolAllocator, jax.Array, jax.Array]:
+    def alloc(self, need: jax.Array, *, capacity: int) -> tuple[SWARingTokenToKVPoolAllocator, jax.Array, jax.Array]:
         """`need` tokens, a multiple of the page (upstream's would ask the SWA side, which has no allocator here)."""
         need = int32("need", need, 0)
         need = jnp.where(need <= self.available_size(), need, -1)
@@ -183,7 +219,7 @@ class SWARingTokenToKVPoolAllocator:
         prefix, seq = int32("prefix_lens", prefix_lens, 1), int32("seq_lens", seq_lens, 1)
         tail = int32("swa_tail_len", swa_tail_len, 0)
         if prefix.shape[0] != 1:
-            raise ValueError(f"alloc_extend_swa_tail serves one request, got {prefix.shape[0]} lanes; call it for each.")
+            raise ValueError(f"alloc_extend_swa_tail serves one request, got {prefix.shape[0]} lanes.")
         new, _ = new_tokens(prefix, seq, capacity)
         seq = jnp.where((tail >= 0) & (tail <= new), seq, prefix - 1)
         return self.alloc_extend(
@@ -195,9 +231,7 @@ class SWARingTokenToKVPoolAllocator:
         self, seq_lens: jax.Array, last_loc: jax.Array, active: jax.Array, *, implementation: str | None = None
     ) -> tuple[SWARingTokenToKVPoolAllocator, jax.Array, jax.Array]:
         """As in PagedTokenToKVPoolAllocator."""
-        full, loc, ok = self.full_attn_allocator.alloc_decode(
-            seq_lens, last_loc, active, implementation=implementation
-        )
+        full, loc, ok = self.full_attn_allocator.alloc_decode(seq_lens, last_loc, active, implementation=implementation)
         return self._with(full), loc, ok
 
     @operation()

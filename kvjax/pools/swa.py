@@ -85,6 +85,11 @@ class SWAKVPool:
         return min(n for n in (self.size_full, self.size_swa) if n)
 
     @property
+    def sizes(self) -> tuple[int, int]:
+        """(full, swa) tokens, 0 for a kind of layer that the model has not; an allocator's `pool_sizes`."""
+        return self.size_full, self.size_swa
+
+    @property
     def dtype(self) -> Any:
         return self._any.dtype
 

@@ -95,6 +95,12 @@ def run(trace: Trace, state: Any, step: Callable, observe: Callable[[Any], dict[
     return state
 
 
+def assert_compiled_once(*compiled: Any) -> None:
+    """No jitted function was traced for more than one set of shapes: one compilation serves the whole file."""
+    for function in compiled:
+        assert function._cache_size() <= 1, f"{function} was compiled {function._cache_size()} times"
+
+
 def compare(where: str, recorded: dict[str, Any], seen: dict[str, Any]) -> None:
     assert recorded, f"{where}: nothing recorded"
     assert set(recorded) <= set(seen), f"{where}: unknown observations {set(recorded) - set(seen)}"

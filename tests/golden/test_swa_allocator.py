@@ -45,7 +45,9 @@ class Operations:
         self.width = trace.width(lambda op: [len(op["args"].get("loc", ())), *map(sum, [item_lengths(op["args"])])])
         capacity = self.capacity
         self.alloc = jax.jit(lambda a, n: a.alloc(n, capacity=capacity))
-        self.extend = jax.jit(lambda a, pre, seq, last, n: a.alloc_extend(pre, seq, last, capacity=capacity, num_lanes=n))
+        self.extend = jax.jit(
+            lambda a, pre, seq, last, n: a.alloc_extend(pre, seq, last, capacity=capacity, num_lanes=n)
+        )
         self.tail = jax.jit(lambda a, pre, seq, last, n: a.alloc_extend_swa_tail(pre, seq, last, n, capacity=capacity))
         self.decode = jax.jit(lambda a, seq, last, active: a.alloc_decode(seq, last, active))
         self.translate = jax.jit(lambda a, loc: a.translate(loc))
@@ -53,9 +55,8 @@ class Operations:
         self.frees = {name: jax.jit(lambda a, loc, name=name: getattr(a, name)(loc)) for name in KINDS}
 
     def assert_compiled_once(self):
-        for compiled in (self.alloc, self.extend, self.tail, self.decode, self.translate, self.group):
-            assert compiled._cache_size() <= 1, "one compilation serves the whole file"
-        assert all(compiled._cache_size() <= 1 for compiled in self.frees.values())
+        replay.assert_compiled_once(self.alloc, self.extend, self.tail, self.decode, self.translate, self.group)
+        replay.assert_compiled_once(*self.frees.values())
 
     def step(self, a, name, args):
         batch = self.batch
