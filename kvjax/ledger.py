@@ -291,7 +291,8 @@ def release_rows(ledger: Ledger, rows: jax.Array) -> Ledger:
         lambda a: a.free_page_ids(_row_pages(table, rows, now[:, OWNED_FROM], now[:, ALLOCATED], owned, ps)),
         ledger.allocator,
     )
-    lens = put(ledger.lens, rows, 0, valid=used, lower=1)
+    # A constant 0 would do, but XLA's CPU backend then copies the table: nothing says that `now` was read before.
+    lens = put(ledger.lens, rows, jnp.minimum(now, 0), valid=used, lower=1)
     return Ledger(table.free_rows(rows), allocator, lens, ledger.window)
 
 

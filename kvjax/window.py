@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.indexing import put, put2, take, take2
-from kvjax.layout import page_of, positive, round_down
+from kvjax.layout import INT32_MIN, page_of, positive, round_down
 from kvjax.operation import int32, once_if, operation
 from kvjax.rows import ReqToTokenPool
 
@@ -62,14 +62,19 @@ def give_back(ledger: Any, rows: jax.Array, written: jax.Array, used: jax.Array,
 
 
 @operation("max_tokens")
-def release_window(ledger: Any, rows: jax.Array, *, max_tokens: int) -> Any:
+def release_window(ledger: Any, rows: jax.Array, after: jax.Array | None = None, *, max_tokens: int) -> Any:
     """Give back what the rows' windows have left behind: the end of an extend, when its chunk has been read.
 
     rows: i32[b], 0 = padding. max_tokens: the most tokens that a row has got since its last release; at most
     max_tokens // page_size + 1 pages per row go back, what is left waits for the next call. Rows that are not live or
     appear twice are passed over. Without a window, and with a ring, nothing happens.
+    after: i32 of any shape, computed from what the program reads through the mapping (the window slots themselves, the
+    sampled tokens). XLA copies the mapping when nothing says that those reads come first. The values play no part;
+    the smallest int32 must not be among them.
     """
     rows = int32("rows", rows, 1)
+    if after is not None:
+        rows = jnp.where(jnp.min(after) > INT32_MIN, rows, 0)
     lane = jnp.arange(rows.shape[0])
     again = jnp.any((rows[:, None] == rows[None, :]) & (lane[None, :] < lane[:, None]), axis=1)
     used = ledger.table.is_live(rows) & ~again
