@@ -100,6 +100,15 @@ class SlotMapping:
         users = put(users, page, jnp.minimum(mark, 0), valid=last, lower=1)
         return dataclasses.replace(self, table=table, users=users), jnp.where(last, partner, 0)
 
+    def miscounted(self) -> tuple[jax.Array, jax.Array]:
+        """bool[SWA pages + 1]: `users` is not what the table says; bool[]: the rest is wrong. O(pool)."""
+        slots, ps = self.table[:-1], self.page_size
+        users = jnp.zeros_like(self.users).at[page_of(slots, ps)].add((slots > 0).astype(jnp.int32), mode="drop")
+        pages = page_of(jnp.arange(slots.shape[0]), ps)
+        held = jnp.zeros_like(self.held).at[pages].add((slots > 0).astype(jnp.int32), mode="drop")
+        outside = ~in_range(page_of(slots, ps), self.users.shape[0])
+        return users != self.users, (self.table[-1] != NO_LOC) | jnp.any(held != self.held) | jnp.any(outside)
+
     def clear(self) -> SlotMapping:
         """No slot has a partner; the last entry stays -1. O(pool)."""
         table = jnp.minimum(self.table, 0)

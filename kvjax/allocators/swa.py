@@ -169,6 +169,17 @@ class SWATokenToKVPoolAllocator:
         full, swa, ps = self.full_available_size(), self.swa_available_size(), self.page_size
         return jnp.minimum(full // ps + full_pages, swa // ps + window_pages)
 
+    def broken_pairs(self) -> jax.Array:
+        """bool[SWA pages + 1]: pages that are free and used at once, lost, or miscounted; entry 0: a broken mapping.
+
+        O(pool), for check_invariants.
+        """
+        listed, outside = self.swa_attn_allocator.owns_free_marks()
+        wrong, at_all = self.pairs.miscounted()
+        used = self.pairs.users > 0
+        broken = wrong | (listed > 1) | ((listed > 0) == used)
+        return broken.at[0].set(at_all | (outside > 0) | wrong[0])
+
     # --- taking ------------------------------------------------------------------------------------------------
 
     @operation("capacity")

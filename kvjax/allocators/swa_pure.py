@@ -110,6 +110,10 @@ class PureSWATokenToKVPoolAllocator:
         """i32[]: pages that can be taken after so many came back on the full side and on the window side."""
         return self.available_size() // self.page_size + window_pages
 
+    def broken_pairs(self) -> jax.Array:
+        """bool[1]: nothing can break, for no slot is paired with another."""
+        return jnp.zeros(1, bool)
+
     # --- taking and giving back --------------------------------------------------------------------------------
 
     def continues(self, prefix: jax.Array, last: jax.Array, used: jax.Array) -> jax.Array:

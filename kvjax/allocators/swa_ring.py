@@ -165,6 +165,10 @@ class SWARingTokenToKVPoolAllocator:
                 f"and a window of {window}; create them with the same numbers."
             )
 
+    def broken_pairs(self) -> jax.Array:
+        """bool[1]: nothing can break, for no slot is paired with another."""
+        return jnp.zeros(1, bool)
+
     # --- taking and giving back: the full side's, see PagedTokenToKVPoolAllocator --------------------------------
 
     def continues(self, prefix: jax.Array, last: jax.Array, used: jax.Array) -> jax.Array:

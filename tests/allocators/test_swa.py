@@ -1,5 +1,7 @@
 """SWATokenToKVPoolAllocator and its pure variant: worked examples, refusals, faults, and who may free what."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,9 @@ import pytest
 
 from kvjax import PureSWATokenToKVPoolAllocator, SWATokenToKVPoolAllocator
 
-SWA = SWATokenToKVPoolAllocator
+# Lists stand for arrays below.
+SWA: Any = SWATokenToKVPoolAllocator
+Pure: Any = PureSWATokenToKVPoolAllocator
 
 
 def sides(a):
@@ -210,7 +214,7 @@ def test_pages_are_never_handed_to_two_owners_after_misuse():
 
 
 def test_clear_forgets_everything_but_faults():
-    a, loc, _ = extend(SWA.create(32, 16, 4), 0, 8, -1)
+    a, _, _ = extend(SWA.create(32, 16, 4), 0, 8, -1)
     a = a.free([2]).clear()
     assert same(a.mapping, SWA.create(32, 16, 4).mapping)
     assert sides(a) == sides(SWA.create(32, 16, 4))
@@ -223,13 +227,13 @@ def test_only_one_lane_may_have_a_tail():
 
 
 def test_translate_keeps_no_location_and_gives_0_outside():
-    a, loc, _ = extend(SWA.create(8, 8, 4), 0, 4, -1)
+    a, _, _ = extend(SWA.create(8, 8, 4), 0, 4, -1)
     assert a.translate(jnp.array([[-1, 0, 4], [12, 13, -2]])).tolist() == [[-1, 0, 4], [0, 0, 0]]
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_the_pure_variant_is_one_allocator_for_both_sides(page_size):
-    a = PureSWATokenToKVPoolAllocator.create(16, page_size)
+    a = Pure.create(16, page_size)
     a, loc, ok = a.alloc_extend([0], [6], [-1], capacity=8)
     assert ok
     assert a.translate(loc).tolist() == loc.tolist()

@@ -1,5 +1,7 @@
 """Sliding-window bookkeeping, compiled: in place at every size, the mapping included."""
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -81,7 +83,7 @@ CASES = [(kind, name, page) for kind in ("dual", "pure", "ring") for name in LED
 ]
 
 
-def report(kind, name, page, slots, platform="cpu"):
+def report(kind, name, page, slots, platform: Literal["cpu", "h200"] = "cpu"):
     program, args = (LEDGER | ALLOCATOR)[name]
     state = jax.eval_shape(lambda: (ledger if name in LEDGER else allocator)(kind, slots, page))
     return state, inspect(compile_for(program, (state, *args), platform, donate_argnums=0))

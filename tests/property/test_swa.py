@@ -1,7 +1,8 @@
 """Random operations on the SWA allocators against a plain model: conservation on both sides, exact mapping and faults.
 
-The model keeps, for every full slot, its partner, and nothing about order (the recorded traces decide that). It says in
-advance whether a call must succeed and how many faults it counts; what an allocation returned is checked and taken over.
+The model keeps, for every full slot, its partner, and nothing about order (the recorded traces decide that). It says
+in advance whether a call must succeed and how many faults it counts; what an allocation returned is checked and taken
+over.
 """
 
 import jax
