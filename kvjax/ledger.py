@@ -204,9 +204,9 @@ def alloc_for_extend(
         lambda a: a.free_page_ids(_row_pages(table, rows, keep, holds, surplus > 0, ps)),
         ledger.allocator,
     )
-    new, asked = jnp.where(legal, seq - prefix, 0), jnp.where(legal, seq, prefix - 1)
+    new, seq = jnp.where(legal, seq - prefix, 0), jnp.where(legal, seq, prefix - 1)
     allocator, loc, ok = allocator.alloc_extend(  # refuses seq < prefix before it merges anything
-        prefix, asked, last, capacity=width, num_lanes=num_lanes, implementation=implementation
+        prefix, seq, last, capacity=width, num_lanes=num_lanes, implementation=implementation
     )
     table, new_rows, _ = table.alloc_rows(wants & ok)
     rows = jnp.where(ok, jnp.where(wants, new_rows, rows), 0)
