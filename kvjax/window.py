@@ -19,7 +19,7 @@ from kvjax.layout import INT32_MIN, page_of, positive, round_down
 from kvjax.operation import int32, once_if, operation
 from kvjax.rows import ReqToTokenPool
 
-OWNED_FROM, WINDOW_FROM = 2, 3  # columns of Ledger.lens
+ALLOCATED, OWNED_FROM, WINDOW_FROM = 1, 2, 3  # columns of Ledger.lens
 
 
 def edge(written: jax.Array, window: int | None, page_size: int) -> jax.Array:
@@ -86,7 +86,7 @@ def release_window(ledger: Any, rows: jax.Array, after: jax.Array | None = None,
 def window_loc(ledger: Any, rows: jax.Array, positions: jax.Array, loc: jax.Array | None = None) -> jax.Array:
     """i32: slots of tokens in the window layers' pool, for writes (KVWriteLoc.swa_loc) and for gathered reads.
 
-    rows, positions: i32 of shapes that broadcast; loc: the tokens' full slots in the broadcast shape (None: looked up
+    Ask after the tokens were allocated. rows, positions: i32 of shapes that broadcast; loc: the tokens' full slots in the broadcast shape (None: looked up
     in the request table). 0 for padding and for what the window layers do not hold: released tokens, and in a ring
     those that the row's newest `ring` tokens have overwritten, so a longer chunk writes its end only.
     """
@@ -95,7 +95,8 @@ def window_loc(ledger: Any, rows: jax.Array, positions: jax.Array, loc: jax.Arra
     loc = _full_loc(ledger.table, rows, positions) if loc is None else int32("loc", loc, rows.ndim)
     if loc.shape != rows.shape:
         raise ValueError(f"loc has shape {loc.shape}, but rows and positions broadcast to {rows.shape}.")
-    there = (rows > 0) & (positions >= take(ledger.lens, rows)[..., WINDOW_FROM])
+    now = take(ledger.lens, rows)  # a recycled row still names the slots of the one before: nothing past `allocated`
+    there = (rows > 0) & (positions >= now[..., WINDOW_FROM]) & (positions < now[..., ALLOCATED])
     return jnp.where(there, ledger.allocator.window_loc(rows, positions, loc), 0)
 
 

@@ -206,6 +206,19 @@ def test_surplus_counts_on_each_side_for_itself():
     assert report(ledger) == ""
 
 
+def test_a_resumed_row_is_refused_when_the_window_side_alone_is_short():
+    """All its full pages come back, but of the four window pages that it asks for it holds only two."""
+    ledger = make("dual", 4, size=64, size_swa=16)
+    ledger, row, _ = extend(ledger, -1, 0, 16)
+    ledger = api.release_window(ledger, [row], max_tokens=16)
+    ledger, _, ok = extend(ledger, -1, 0, 8)
+    assert ok
+    refused, _, ok = extend(ledger, row, 0, 16)
+    assert not ok
+    assert same(refused, ledger)
+    assert extend(ledger, row, 0, 8)[2]
+
+
 def test_the_edge_never_reaches_into_the_window():
     """B22: a page larger than the window."""
     assert int(edge(jnp.int32(16), 4, 8)) == 8
