@@ -48,7 +48,7 @@ test: $(STAMP)-test
 	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_FLAGS)
 
 heavy: $(STAMP)-test
-	$(BIN)/python -m pytest -n $(WORKERS) -m heavy --heavy $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest -n $(WORKERS) -m "heavy or volume" --heavy $(PYTEST_FLAGS)
 
 check: $(STAMP)-dev
 	$(BIN)/ruff check .

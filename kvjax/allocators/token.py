@@ -15,6 +15,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from kvjax import freelist
+from kvjax.allocators.capacity import Capacity
 from kvjax.indexing import in_range, put, take
 from kvjax.layout import pool_slots, positive
 from kvjax.operation import int32, mask, narrow, once_if, operation, same_length, state, static
@@ -97,6 +98,10 @@ class TokenToKVPoolAllocator:
     def available_size(self) -> jax.Array:
         """i32[]: tokens in free and staged slots."""
         return self.free_pages + self.staged_pages
+
+    def capacity(self) -> Capacity:
+        """The mirror that answers capacity questions on the host, fetched from the device."""
+        return Capacity.of(self)
 
     def to_lists(self) -> tuple[list[int], list[int]]:
         """(free slots, next one first; staged slots in release order), read to the host."""
