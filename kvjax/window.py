@@ -86,9 +86,10 @@ def release_window(ledger: Any, rows: jax.Array, after: jax.Array | None = None,
 def window_loc(ledger: Any, rows: jax.Array, positions: jax.Array, loc: jax.Array | None = None) -> jax.Array:
     """i32: slots of tokens in the window layers' pool, for writes (KVWriteLoc.swa_loc) and for gathered reads.
 
-    Ask after the tokens were allocated. rows, positions: i32 of shapes that broadcast; loc: the tokens' full slots in the broadcast shape (None: looked up
-    in the request table). 0 for padding and for what the window layers do not hold: released tokens, and in a ring
-    those that the row's newest `ring` tokens have overwritten, so a longer chunk writes its end only.
+    Ask after the tokens were allocated. rows, positions: i32 of shapes that broadcast; loc: the tokens' full slots in
+    the broadcast shape (None: looked up in the request table). 0 for padding and for what the window layers do not
+    hold: released tokens, and in a ring those that the row's newest `ring` tokens have overwritten, so that a longer
+    chunk writes its end only.
     """
     rows, positions = jnp.broadcast_arrays(jnp.asarray(rows), jnp.asarray(positions))
     rows, positions = int32("rows", rows, rows.ndim), int32("positions", positions, rows.ndim)

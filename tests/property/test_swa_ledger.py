@@ -110,4 +110,5 @@ def test_window_layers_hold_exactly_what_a_window_may_need(kind, page_size):
         if kind == "dual":
             assert full == 96 - pages["full"] * ps
             assert both == min(full, 40 - pages["window"] * ps)
-    assert {("decode", True), ("extend", True), ("extend", False), ("release", True)} <= outcomes
+    assert {("decode", True), ("extend", True), ("release", True)} <= outcomes
+    assert kind == "pure" or ("extend", False) in outcomes, "memory ran short; where all layers slide it never does"
