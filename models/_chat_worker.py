@@ -62,7 +62,7 @@ def main():
         answer = {"error": "it needs more memory than it is given"}
     except RecursionError:
         answer = {"error": "it nests or recurses too deeply"}
-    except Exception as error:
+    except Exception as error:  # a stranger's template can raise anything; the parent makes it a ChatTemplateError
         answer = {"error": f"{type(error).__name__}: {error}"[:300]}
     json.dump(answer, sys.stdout)
 

@@ -81,6 +81,7 @@ def compile_for(
     positional = jax.tree.map(abstract, tuple(args))
     named = {name: jax.tree.map(abstract, value) for name, value in (kwargs or {}).items()}
     with context:
+        # Jitted by the lines above, so it has `trace`; its declared type, a plain callable, does not say so.
         return fn.trace(*positional, **named).lower().compile()  # pyright: ignore[reportFunctionMemberAccess]
 
 

@@ -40,6 +40,7 @@ def alloc_len_per_decode(
 
 def alloc_reserve_per_decode(**how: int | bool) -> int:
     """Slots kept ahead of the committed tokens: two steps' worth, for a step that overlaps the next one."""
+    # `how` is handed on as it is: the callee names and checks each argument, which pyright can not see.
     return 2 * alloc_len_per_decode(**how)  # pyright: ignore[reportArgumentType]
 
 
