@@ -20,12 +20,13 @@ NAMES = {
     "compiled": "alias bytes, temporary bytes and kernels of the compiled programs (CPU and, deviceless, H200)",
     "replay": "radix cache and ledger on a real trace, and one scheduling step",
     "smollm2": "prefill and decode of SmolLM2-135M, batch 1 and 6, and its bare matmuls",
+    "against_torch": "the same against torch with transformers' generate, in turn (KVJAX_TORCH_PYTHON names its Python)",
 }
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one benchmark; returns the exit code."""
-    listing = "\n".join(f"  {name:9} {what}" for name, what in NAMES.items())
+    listing = "\n".join(f"  {name:13} {what}" for name, what in NAMES.items())
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description="Benchmarks of kvjax. Times of one run are comparable with each other, not with another run's.",

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import custom_vmap
 
 from kvjax.layout import INT32_MAX
 
@@ -54,7 +56,33 @@ def put2(array: jax.Array, row: jax.Array, col: jax.Array, values, *, valid: jax
 
 def take(array: jax.Array, idx: jax.Array) -> jax.Array:
     """array[idx] along axis 0, shape idx.shape + array.shape[1:]; entry 0, the padding, where idx is outside."""
-    return array.at[jnp.where(in_range(idx, array.shape[0]), idx, 0)].get(mode="promise_in_bounds")
+    at = jnp.where(in_range(idx, array.shape[0]), idx, 0)
+    if array.ndim != 1 or at.size == 0:
+        return _gathered(array, at)
+    return _gathered_on_one_thread(array, at)
+
+
+def _gathered(array: jax.Array, at: jax.Array) -> jax.Array:
+    return array.at[at].get(mode="promise_in_bounds")
+
+
+# XLA's CPU backend takes a fused gather for as much work as its whole operand, and splits a read of 64 entries of a
+# list of half a MiB over threads: 1 to 2 us, several times the read. An operand that a small write has gone through
+# counts as the size of that write. So entry 0 is put back where it stands, at an index that XLA cannot know; the
+# fusion then checks an index per entry read, and nothing is written.
+@custom_vmap  # batched, the write would be a scatter, and real
+def _gathered_on_one_thread(array: jax.Array, at: jax.Array) -> jax.Array:
+    def through_write(array: jax.Array, at: jax.Array) -> jax.Array:
+        start = jnp.minimum(at.reshape(-1)[0], 0)  # 0: `at` is in range
+        return _gathered(lax.dynamic_update_slice(array, array[:1], (start,)), at)
+
+    return lax.platform_dependent(array, at, cpu=through_write, default=_gathered)
+
+
+@_gathered_on_one_thread.def_vmap
+def _(_, in_batched, array: jax.Array, at: jax.Array) -> tuple[jax.Array, bool]:
+    axes = tuple(0 if batched else None for batched in in_batched)
+    return jax.vmap(_gathered, in_axes=axes)(array, at), True
 
 
 def take2(array: jax.Array, row: jax.Array, col: jax.Array) -> jax.Array:

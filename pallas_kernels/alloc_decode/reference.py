@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.arguments import from_top
+
 
 def alloc_decode(
     stack: jax.Array,
@@ -21,7 +23,7 @@ def alloc_decode(
     taken = lax.platform_dependent(opens.astype(jnp.int32), cuda=_prefix_by_compare, default=jnp.cumsum)
     new_pages = taken[-1]
     ok = new_pages <= free_count
-    page = stack.at[free_count - taken].get(mode="clip")
+    page = from_top(stack, free_count, taken - 1, taken.shape[0])
     loc = jnp.where(opens, page * page_size, last_loc + 1)
     return jnp.where(listed & ok, loc, 0), jnp.where(ok, new_pages, 0), ok
 

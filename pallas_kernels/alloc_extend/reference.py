@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.arguments import ceil_div, div
+from pallas_kernels.arguments import ceil_div, div, from_top
 
 Result = tuple[jax.Array, jax.Array, jax.Array]
 
@@ -69,7 +69,7 @@ def by_page(
     begin = rank * page_size + shift
     live = ok & (rank < new_pages)
     count = jnp.where(live, jnp.minimum(stop - begin, page_size), 0)
-    page = stack.at[free_count - 1 - rank].get(mode="clip")
+    page = from_top(stack, free_count, rank, most)
     if page_size == 1:  # a page is a token: no prefix ends inside a page, and page r is output r
         return jnp.where(live, page, 0), jnp.where(ok, new_pages, 0), ok
 

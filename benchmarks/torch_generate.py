@@ -1,0 +1,49 @@
+"""SmolLM2 with torch and transformers' generate, for `python -m benchmarks against_torch`; prints one line of JSON.
+
+Runs in an environment of its own (torch, transformers, gguf, accelerate), so it imports nothing of this project.
+Usage: python torch_generate.py MODEL.gguf IO.npz NEW_TOKENS ROUNDS
+"""
+
+import json
+import os
+import sys
+import time
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+
+def main() -> None:
+    """Left-padded batch of all six prompts, greedy, the end token ignored; the best round of prefill and decode."""
+    gguf, io, new_tokens, rounds = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    folder, name = os.path.split(gguf)
+    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32).eval()
+    with np.load(io) as data:
+        prompts = [data[f"input_ids_{i}"] for i in range(6)]
+    width = max(map(len, prompts))
+    tokens, seen = np.zeros((6, width), np.int64), np.zeros((6, width), np.int64)
+    for i, prompt in enumerate(prompts):
+        tokens[i, width - len(prompt) :], seen[i, width - len(prompt) :] = prompt, 1
+    inputs = {"input_ids": torch.tensor(tokens), "attention_mask": torch.tensor(seen)}
+
+    def seconds(count: int) -> float:
+        start = time.perf_counter()
+        with torch.inference_mode():
+            out = model.generate(
+                **inputs, do_sample=False, min_new_tokens=count, max_new_tokens=count, eos_token_id=None, pad_token_id=0
+            )
+        assert out.shape[1] == width + count
+        return time.perf_counter() - start
+
+    seconds(2)
+    found = []
+    for _ in range(rounds):
+        first, all_of_them = seconds(1), seconds(new_tokens)
+        found.append((first, 6 * (new_tokens - 1) / (all_of_them - first)))
+    best = {"prefill_seconds": min(f for f, _ in found), "decode_rate": max(d for _, d in found)}
+    print(json.dumps(best | {"torch": torch.__version__, "threads": torch.get_num_threads()}))
+
+
+if __name__ == "__main__":
+    main()
