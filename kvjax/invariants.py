@@ -17,7 +17,7 @@ from kvjax import freelist
 from kvjax.indexing import in_range, put
 from kvjax.layout import ceil_div, page_of, round_up
 from kvjax.ledger import Ledger
-from kvjax.operation import int32, narrow, operation, state
+from kvjax.operation import int32, narrow, operation, state, unbatched
 
 MEANING = {
     "free_and_live": "on the free list and in a live row",
@@ -66,6 +66,7 @@ def check_invariants(ledger: Ledger, tree_pages: jax.Array | None = None) -> Inv
 
 def report(ledger: Ledger, tree_pages: jax.Array | None = None) -> str:
     """The broken rules with the pages or rows concerned, read to the host; "" for a sound ledger."""
+    unbatched("report", ledger.lens, 2)
     found = jax.device_get(_jitted_offenders(ledger, narrow(tree_pages)))
     lines = []
     for name in MEANING:  # jit returns dicts by alphabet

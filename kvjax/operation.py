@@ -106,6 +106,15 @@ def mask(name: str, value: Any, shape: tuple[int, ...]) -> jax.Array:
     return array
 
 
+def unbatched(what: str, array: jax.Array, ndim: int) -> None:
+    """ValueError where a state that `what` reads to the host is a batch of states, as vmap makes them."""
+    if array.ndim != ndim:
+        raise ValueError(
+            f"{what} reads one state, this is a batch of shape {array.shape[: array.ndim - ndim]}; "
+            "pick one first, with jax.tree.map(lambda leaf: leaf[i], states)."
+        )
+
+
 def same_length(**arrays: jax.Array) -> int:
     """Length that all 1-D arrays share; ValueError naming the two that differ."""
     (first, reference), *rest = arrays.items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from typing import Annotated, Literal
 
@@ -101,6 +102,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _refuse(sentence: str) -> int:
+    # What a library calls page_size, the caller typed as --page-size.
+    for name in (field.name for field in dataclasses.fields(Options)):
+        option = "--" + name.replace("_", "-")
+        sentence = re.sub(rf"^{name}(?= must\b)" if "_" not in name else rf"(?<![\w-]){name}\b", option, sentence)
     print(" ".join(sentence.split()), file=sys.stderr)  # one line; it may begin with a file's name, so no capital
     return 2
 

@@ -1,5 +1,7 @@
 """Safe indexing: nothing wraps, clamps or lands anywhere."""
 
+import os
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -61,3 +63,45 @@ def test_parked_indices_are_distinct_and_past_the_end():
 def test_parked_refuses_an_array_that_leaves_no_dropped_indices():
     with pytest.raises(ValueError, match=f"{INT32_MAX - 1} entries leaves no int32 indices for 2 dropped lanes"):
         parked(i32(0, 1), INT32_MAX - 1, jnp.array([True, True]))
+
+
+POOL = 1 << 18  # entries: a MiB, which XLA's CPU backend takes for enough work for several threads
+
+
+def _pool_reads(array, idx):
+    """Two reads that depend on each other, with arithmetic to fuse with, as a free list's witness is read."""
+    found = take(array, idx)
+    return jnp.where((take(array, found) == idx) & (found > 3), found, 0)
+
+
+def test_take_from_a_pool_sized_list_reads_what_numpy_reads():
+    rng = np.random.default_rng(0)
+    array = rng.integers(0, POOL, POOL).astype(np.int32)
+    idx = rng.integers(-5, POOL + 5, (3, 40)).astype(np.int32)
+    idx[0, :4] = 0, -1, POOL - 1, POOL
+    expected = array[np.where((idx >= 0) & (idx < POOL), idx, 0)]
+    for wrap in (lambda f: f, jax.jit):
+        np.testing.assert_array_equal(wrap(take)(jnp.array(array), jnp.array(idx)), expected)
+        np.testing.assert_array_equal(wrap(jax.vmap(take, (None, 0)))(jnp.array(array), jnp.array(idx)), expected)
+
+
+def test_take_under_vmap_reads_and_writes_nothing_else():
+    arrays = jnp.arange(3 * POOL, dtype=jnp.int32).reshape(3, POOL)
+    idx = jnp.array([[0, POOL - 1], [5, -1], [POOL, 7]], jnp.int32)
+    compiled = jax.jit(jax.vmap(take)).lower(arrays, idx).compile()
+    assert compiled(arrays, idx).tolist() == [[0, POOL - 1], [POOL + 5, POOL], [2 * POOL, 2 * POOL + 7]]
+    assert compiled.memory_analysis().temp_size_in_bytes < POOL
+
+
+def _threaded(step, *args):
+    """Fusions that the CPU backend splits over threads when `step` runs in a loop."""
+    loop = jax.jit(lambda a, i: jax.lax.fori_loop(0, 9, lambda _, x: step(a, x), i))
+    return loop.lower(*args).compile().as_text().count("outer_dimension_partitions")
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core: nothing is ever split over threads")
+def test_a_short_read_of_a_pool_sized_list_is_not_split_over_threads():
+    array, idx = jnp.arange(POOL, dtype=jnp.int32), jnp.arange(64, dtype=jnp.int32)
+    assert _threaded(_pool_reads, array, idx) == 0
+    # What it is about: the same read without `take`.
+    assert _threaded(lambda a, i: jnp.where(a.at[i].get(mode="promise_in_bounds") > 3, i, 1), array, idx) > 0

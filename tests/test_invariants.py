@@ -170,3 +170,12 @@ def test_flags_come_one_per_ledger_under_vmap():
     flags = jax.vmap(check_invariants)(stacked)
     assert flags.lost.tolist() == [False, True]
     assert np.asarray(flags.any()).tolist() == [False, True]
+
+
+def test_host_readers_refuse_a_batch_of_ledgers_in_a_sentence():
+    one = ledger_of()
+    batch = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), one)
+    for read in (report, lambda x: x.allocator.to_lists(), lambda x: x.allocator.capacity()):
+        with pytest.raises(ValueError, match=r"reads one state, this is a batch of shape \(2,\); pick one"):
+            read(batch)
+        read(jax.tree.map(lambda leaf: leaf[1], batch))

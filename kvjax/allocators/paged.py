@@ -18,7 +18,7 @@ from kvjax import freelist
 from kvjax.allocators.capacity import Capacity
 from kvjax.indexing import in_range, put
 from kvjax.layout import INT32_MAX, INT32_MIN, capacity_of, ceil_div, check_start_pos, page_of, pool_slots
-from kvjax.operation import int32, mask, narrow, once_if, operation, same_length, state, static
+from kvjax.operation import int32, mask, narrow, once_if, operation, same_length, state, static, unbatched
 from pallas_kernels.alloc_decode import alloc_decode
 from pallas_kernels.alloc_extend import alloc_extend
 from pallas_kernels.arguments import from_top
@@ -131,10 +131,12 @@ class PagedTokenToKVPoolAllocator:
 
     def capacity(self) -> Capacity:
         """The mirror that answers capacity questions on the host, fetched from the device."""
+        unbatched("capacity", self.counters, 1)
         return Capacity.of(self)
 
     def to_lists(self) -> tuple[list[int], list[int]]:
         """(free pages, next one first; staged pages in release order), read to the host."""
+        unbatched("to_lists", self.counters, 1)
         free, staged, _ = np.asarray(self.counters).tolist()
         waiting = [] if self.staged is None else np.asarray(self.staged)[:staged].tolist()
         return np.asarray(self.stack)[:free][::-1].tolist(), waiting

@@ -18,7 +18,7 @@ from kvjax import freelist
 from kvjax.allocators.capacity import Capacity
 from kvjax.indexing import in_range, put, take
 from kvjax.layout import capacity_of, check_start_pos, pool_slots
-from kvjax.operation import int32, mask, narrow, once_if, operation, same_length, state, static
+from kvjax.operation import int32, mask, narrow, once_if, operation, same_length, state, static, unbatched
 
 HEAD, FREE, STAGED, FAULTS = range(4)  # entries of `counters`
 
@@ -101,10 +101,12 @@ class TokenToKVPoolAllocator:
 
     def capacity(self) -> Capacity:
         """The mirror that answers capacity questions on the host, fetched from the device."""
+        unbatched("capacity", self.counters, 1)
         return Capacity.of(self)
 
     def to_lists(self) -> tuple[list[int], list[int]]:
         """(free slots, next one first; staged slots in release order), read to the host."""
+        unbatched("to_lists", self.counters, 1)
         head, free, staged, _ = np.asarray(self.counters).tolist()
         waiting = [] if self.staged is None else np.asarray(self.staged)[:staged].tolist()
         return np.roll(np.asarray(self.ring), -head)[:free].tolist(), waiting

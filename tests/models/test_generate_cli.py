@@ -75,10 +75,10 @@ def test_help_explains_every_option_without_loading_jax():
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--max-new-tokens", "0"], "Max_new_tokens must be at least 1, got 0"),
-        (["--temperature", "nan"], "Temperature must be 0 (greedy) or a positive number, got nan"),
-        (["--top-p", "1.5"], "Top_p must lie in (0, 1], got 1.5"),
-        (["--page-size", "0"], "Page_size must be at least 1, got 0"),
+        (["--max-new-tokens", "0"], "--max-new-tokens must be at least 1, got 0"),
+        (["--temperature", "nan"], "--temperature must be 0 (greedy) or a positive number, got nan"),
+        (["--top-p", "1.5"], "--top-p must lie in (0, 1], got 1.5"),
+        (["--page-size", "0"], "--page-size must be at least 1, got 0"),
         (["--max-context-len", "16"], "Prompt 1 of 1 has 3 tokens and asks for 64 more, but a row holds 16"),
         (["--max-context-len", "4096"], "--max-context-len 4096 is more than the 128 tokens"),
         (["--max-new-tokens", "60", "--pages", "1"], "but the whole pool has 1 pages"),
