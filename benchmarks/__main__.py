@@ -20,7 +20,7 @@ NAMES = {
     "compiled": "alias bytes, temporary bytes and kernels of the compiled programs (CPU and, deviceless, H200)",
     "replay": "radix cache and ledger on a real trace, and one scheduling step",
     "smollm2": "prefill and decode of SmolLM2-135M, batch 1 and 6, and its bare matmuls",
-    "against_torch": "the same and torch with transformers' generate, in turn (KVJAX_TORCH_PYTHON names its Python)",
+    "against_torch": "the same beside torch with transformers' generate (KVJAX_TORCH_PYTHON names its Python)",
 }
 
 

@@ -1,8 +1,9 @@
 """The ledger: a request table and an allocator as one pytree, and the operations that span both.
 
 `alloc_for_extend` and `alloc_for_decode` do what SGLang's functions of these names do on the host (rows, slots, table),
-inside the program; `release_rows` gives back everything a finished row owns. The ledger is generic over its allocator:
-it uses only `page_size`, `continues`, `alloc_extend`, `alloc_decode`, `free_page_ids`, `available_size` and `clear`.
+inside the program; `release_rows` gives back everything a finished row owns, its slots of recurrent state included.
+The table may be a hybrid one. The ledger is generic over its allocator: it uses only `page_size`, `continues`,
+`alloc_extend`, `alloc_decode`, `free_page_ids`, `available_size` and `clear`.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.allocators import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+from kvjax.freelist import all_distinct, is_first
 from kvjax.indexing import put, put2, take, take2
 from kvjax.layout import NEW_ROW, NO_LOC, ceil_div, page_of, positive, round_down, round_up
 from kvjax.operation import int32, mask, once_if, operation, same_length, state
 from kvjax.ragged import lanes_of
-from kvjax.rows import ReqToTokenPool
+from kvjax.rows import HybridReqToTokenPool, ReqToTokenPool
 
+Table = ReqToTokenPool | HybridReqToTokenPool
 Allocator = PagedTokenToKVPoolAllocator | TokenToKVPoolAllocator
 
 COMMITTED, ALLOCATED, OWNED_FROM = range(3)  # columns of `lens`
@@ -29,14 +32,14 @@ COMMITTED, ALLOCATED, OWNED_FROM = range(3)  # columns of `lens`
 class Ledger:
     """Who holds what: rows, the slots of their tokens, and how much of each row is its own."""
 
-    table: ReqToTokenPool
+    table: Table
     allocator: Allocator
     lens: jax.Array  # i32[size + 1, 3], tokens: committed, allocated, owned_from of each row; 0 for free rows
 
     @classmethod
-    def create(cls, table: ReqToTokenPool, allocator: Allocator) -> Ledger:
+    def create(cls, table: Table, allocator: Allocator) -> Ledger:
         """A ledger without live rows over a fresh request table and a fresh allocator; ValueError for other types."""
-        if not isinstance(table, ReqToTokenPool) or not isinstance(allocator, Allocator):
+        if not isinstance(table, Table) or not isinstance(allocator, Allocator):
             raise ValueError(
                 f"a ledger is made of a request table and an allocator, got {type(table).__name__} and "
                 f"{type(allocator).__name__}; pass Ledger.create(ReqToTokenPool, allocator)."
@@ -149,7 +152,7 @@ def alloc_for_extend(
         & _may_continue(prefix, own, ps, grows)
         & ledger.allocator.continues(prefix, last, grows)
     )
-    legal &= _distinct(rows, held) & (jnp.sum(wants, dtype=jnp.int32) <= table.available_size())
+    legal &= all_distinct(rows, held) & (jnp.sum(wants, dtype=jnp.int32) <= table.available_size())
 
     # Pages that held rows have beyond their prefix go back first, but only if the whole call will then succeed.
     keep = jnp.maximum(round_up(prefix, ps), now[:, OWNED_FROM])
@@ -186,7 +189,7 @@ def alloc_for_extend(
     lane, offset, valid = lanes_of(new, width)
     entries = put2(entries, rows[lane], prefix[lane] + offset, loc, valid=valid & ok)
     lens = put(ledger.lens, rows, jnp.stack([seq, seq, own], axis=1), valid=ok & (wants | grows), lower=1)
-    return Ledger(dataclasses.replace(table, req_to_token=entries), allocator, lens), rows, loc, ok
+    return Ledger(table.with_entries(entries), allocator, lens), rows, loc, ok
 
 
 @operation("implementation")
@@ -212,7 +215,7 @@ def alloc_for_decode(
         | table.is_live(rows)
         & (position < table.max_context_len)
         & (now[:, OWNED_FROM] <= round_down(position, ps))  # the token's page is the row's own
-    ) & _distinct(rows, live)
+    ) & all_distinct(rows, live)
     last = jnp.where(live & (position > 0), take2(table.req_to_token, rows, position - 1), NO_LOC)
     opened = live & ~has & legal
     allocator, loc, ok = ledger.allocator.alloc_decode(
@@ -224,7 +227,7 @@ def alloc_for_decode(
     entries = put2(table.req_to_token, rows, position, loc, valid=done)
     after = jnp.stack([position + 1, jnp.maximum(position + 1, now[:, ALLOCATED]), now[:, OWNED_FROM]], axis=1)
     lens = put(ledger.lens, rows, after, valid=done, lower=1)
-    out = Ledger(dataclasses.replace(table, req_to_token=entries), allocator, lens)
+    out = Ledger(table.with_entries(entries), allocator, lens)
     return out, jnp.where(done, loc, 0), jnp.where(done, position, 0), ok
 
 
@@ -236,7 +239,7 @@ def release_rows(ledger: Ledger, rows: jax.Array) -> Ledger:
     changes nothing and counts in the table's faults.
     """
     rows, table, ps = int32("rows", rows, 1), ledger.table, ledger.page_size
-    used = table.is_live(rows) & _first(rows)
+    used = table.is_live(rows) & is_first(rows)
     now = take(ledger.lens, rows)
     owned = used & (now[:, ALLOCATED] > now[:, OWNED_FROM])
 
@@ -262,7 +265,7 @@ def set_committed(ledger: Ledger, rows: jax.Array, committed_lens: jax.Array) ->
     same_length(rows=rows, committed_lens=wanted)
     now, used = take(ledger.lens, rows), rows != 0
     legal = ~used | (ledger.table.is_live(rows) & (wanted >= 0) & (wanted <= now[:, ALLOCATED]))
-    ok = jnp.all(legal) & _distinct(rows, used)
+    ok = jnp.all(legal) & all_distinct(rows, used)
     lens = put(ledger.lens, rows, now.at[:, COMMITTED].set(wanted), valid=ok, lower=1)
     return dataclasses.replace(ledger, lens=lens), ok
 
@@ -273,7 +276,7 @@ def _may_continue(prefix: jax.Array, owned_from: jax.Array, page_size: int, grow
 
 
 def _row_pages(
-    table: ReqToTokenPool, rows: jax.Array, start: jax.Array, end: jax.Array, used: jax.Array, page_size: int
+    table: Table, rows: jax.Array, start: jax.Array, end: jax.Array, used: jax.Array, page_size: int
 ) -> jax.Array:
     """i32[m * pages per row]: pages of tokens [start, end) of each used row, row after row; 0 elsewhere."""
     first = jnp.arange(ceil_div(table.max_context_len, page_size), dtype=jnp.int32) * page_size
@@ -281,16 +284,3 @@ def _row_pages(
     held = used[:, None] & (column >= start[:, None]) & (column < end[:, None])
     slot = take2(table.req_to_token, jnp.broadcast_to(rows[:, None], column.shape), column)
     return jnp.where(held, page_of(slot, page_size), 0).reshape(-1)
-
-
-def _distinct(rows: jax.Array, used: jax.Array) -> jax.Array:
-    """bool[]: no two used lanes name the same row. One kernel; a batch is small."""
-    lane = jnp.arange(rows.shape[0])
-    same = (rows[:, None] == rows[None, :]) & used[:, None] & used[None, :] & (lane[:, None] != lane[None, :])
-    return ~jnp.any(same)
-
-
-def _first(rows: jax.Array) -> jax.Array:
-    """bool[m]: no earlier lane names the same row."""
-    lane = jnp.arange(rows.shape[0])
-    return ~jnp.any((rows[:, None] == rows[None, :]) & (lane[None, :] < lane[:, None]), axis=1)
