@@ -5,6 +5,9 @@ kvjax.ledger ties a request table and an allocator together; kvjax.invariants ch
 """
 
 from kvjax.allocators import PagedTokenToKVPoolAllocator as PagedTokenToKVPoolAllocator
+from kvjax.allocators import PureSWATokenToKVPoolAllocator as PureSWATokenToKVPoolAllocator
+from kvjax.allocators import SWARingTokenToKVPoolAllocator as SWARingTokenToKVPoolAllocator
+from kvjax.allocators import SWATokenToKVPoolAllocator as SWATokenToKVPoolAllocator
 from kvjax.allocators import TokenToKVPoolAllocator as TokenToKVPoolAllocator
 from kvjax.allocators import segment_pages as segment_pages
 from kvjax.invariants import check_invariants as check_invariants
@@ -14,3 +17,6 @@ from kvjax.ledger import alloc_for_extend as alloc_for_extend
 from kvjax.ledger import release_rows as release_rows
 from kvjax.ledger import set_committed as set_committed
 from kvjax.rows import ReqToTokenPool as ReqToTokenPool
+from kvjax.window import release_window as release_window
+from kvjax.window import window_loc as window_loc
+from kvjax.window import window_pages as window_pages

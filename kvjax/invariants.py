@@ -16,7 +16,7 @@ from jax.experimental import checkify
 from kvjax import freelist
 from kvjax.indexing import in_range, put
 from kvjax.layout import ceil_div, page_of, round_up
-from kvjax.ledger import Ledger
+from kvjax.ledger import WINDOW_FROM, Ledger
 from kvjax.operation import int32, narrow, operation, state, unbatched
 
 MEANING = {
@@ -30,8 +30,10 @@ MEANING = {
     "committed_gt_allocated": "rows with more committed than allocated tokens, or lengths outside the row",
     "row_listed_twice": "rows listed free more than once, or that do not exist",
     "free_row_has_tokens": "free rows that still have a length",
+    "unpaired_token": "rows with tokens that a window may see and that have no slot on the window side",
+    "broken_pair": "pages of the window side that are free and used at once, lost, or whose users are miscounted",
 }
-OF_ROWS = ("broken_entry", "committed_gt_allocated", "row_listed_twice", "free_row_has_tokens")
+OF_ROWS = ("broken_entry", "committed_gt_allocated", "row_listed_twice", "free_row_has_tokens", "unpaired_token")
 
 
 @state
@@ -48,6 +50,8 @@ class Invariants:
     committed_gt_allocated: jax.Array
     row_listed_twice: jax.Array
     free_row_has_tokens: jax.Array
+    unpaired_token: jax.Array
+    broken_pair: jax.Array
 
     def any(self) -> jax.Array:
         """bool[]: some rule is broken."""
@@ -102,6 +106,17 @@ def _offenders(ledger: Ledger, tree_pages: jax.Array | None) -> dict[str, jax.Ar
     column = jnp.arange(ceil_div(table.max_context_len, ps), dtype=jnp.int32) * ps
     page = page_of(table.req_to_token[:, ::ps], ps)
     used = live[:, None] & (column < allocated[:, None])
+    position = jnp.arange(table.max_context_len, dtype=jnp.int32)
+    inside = live[:, None] & (position < allocated[:, None])
+    unpaired, pair = jnp.zeros(live.shape, bool), jnp.zeros(1, bool)
+    if ledger.slides:
+        allocator, begin = ledger.allocator, ledger.lens[:, WINDOW_FROM, None]
+        if allocator.forgets_window:  # what a window release gave back, the table does not name any more
+            used &= (column >= begin) | (page != 0)
+            inside &= (position >= begin) | (table.req_to_token != 0)
+        slot = allocator.window_loc(*jnp.broadcast_arrays(row[:, None], position), table.req_to_token)
+        unpaired = jnp.any(inside & (position >= begin) & (slot <= 0), axis=1)
+        pair = allocator.broken_pairs()
     owned_by, bad_page = _count(page, used & (column >= own[:, None]), pages)
     borrowed_by, bad_borrowed = _count(page, used & (column < own[:, None]), pages)
 
@@ -110,9 +125,7 @@ def _offenders(ledger: Ledger, tree_pages: jax.Array | None) -> dict[str, jax.Ar
         tree = put(tree, int32("tree_pages", tree_pages, 1), True, lower=1)
     real = jnp.arange(pages + 1) > 0
 
-    position = jnp.arange(table.max_context_len, dtype=jnp.int32)
     head = jnp.repeat(page * ps, ps, axis=1, total_repeat_length=page.shape[1] * ps)[:, : table.max_context_len]
-    inside = live[:, None] & (position < allocated[:, None])
     broken = jnp.any(inside & (table.req_to_token != head + position % ps), axis=1)
     lengths = (committed > allocated) | (committed < 0) | (allocated > table.max_context_len)
     lengths |= (own < 0) | (own % ps != 0) | (own > round_up(allocated, ps))
@@ -128,6 +141,8 @@ def _offenders(ledger: Ledger, tree_pages: jax.Array | None) -> dict[str, jax.Ar
         "committed_gt_allocated": live & lengths,
         "row_listed_twice": (free_row > 1) | ((row == 0) & (no_row > 0)),
         "free_row_has_tokens": ~live & jnp.any(ledger.lens != 0, axis=1),
+        "unpaired_token": unpaired,
+        "broken_pair": pair,
     }
 
 
