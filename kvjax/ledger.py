@@ -108,6 +108,8 @@ class Ledger:
             raise ValueError(f"check_pool needs a KV pool with a size and a page_size, got {type(pool).__name__}.")
         wanted = self.allocator.pool_sizes if self.slides else self.allocator.size
         holds = getattr(pool, "sizes", pool.size)
+        if self.slides and isinstance(holds, tuple):  # no layers of one kind: nothing is ever written there
+            wanted = tuple(want if has else 0 for want, has in zip(wanted, holds, strict=True))
         if (holds, pool.page_size) != (wanted, self.allocator.page_size):
             raise ValueError(
                 f"the allocator hands out slots of {wanted} tokens in pages of "

@@ -51,6 +51,7 @@ class EngineSettings:
     rows: int | None = None  # requests that the ledger can hold; None: batch
     kv_dtype: Any = jnp.float32
     need_sort: bool = False  # hand out the lowest free pages first (a sorted merge when the free list runs out)
+    window_mode: str = "dual"  # of models with window layers: "dual" pools, or a "ring" per row
 
     def shapes(self) -> Shapes:
         """ValueError for a size below 1."""
@@ -59,7 +60,9 @@ class EngineSettings:
         pages = full if self.pages is None else positive("pages", self.pages)
         rows = self.batch if self.rows is None else self.rows
         steps = min(positive("steps", self.steps), self.max_context_len)
-        return Shapes(lanes, rows, self.max_context_len, pages * page, page, steps)
+        width = max(t for _, t in self.buckets) if self.buckets else positive("chunk", self.chunk)
+        chunk = min(width, self.max_context_len)
+        return Shapes(lanes, rows, self.max_context_len, pages * page, page, steps, chunk, self.window_mode)
 
 
 @dataclasses.dataclass(frozen=True)

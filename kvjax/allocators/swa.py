@@ -125,6 +125,16 @@ class SWATokenToKVPoolAllocator:
         """i32[]: tokens that both sides can still take, the smaller of the two."""
         return jnp.minimum(self.full_available_size(), self.swa_available_size())
 
+    @property
+    def free_pages(self) -> jax.Array:
+        """i32[]: pages of the full side that can be handed out at once."""
+        return self.full_attn_allocator.free_pages
+
+    @property
+    def staged_pages(self) -> jax.Array:
+        """i32[]: freed pages of the full side that wait for a merge."""
+        return self.full_attn_allocator.staged_pages
+
     def is_free(self, pages: jax.Array) -> jax.Array:
         """bool, shape of pages: the full page is free or staged."""
         return self.full_attn_allocator.is_free(pages)

@@ -96,6 +96,16 @@ class SWARingTokenToKVPoolAllocator:
         """i32[]: ring slots of `free_rows` rows (`ReqToTokenPool.available_size()`)."""
         return free_rows * self.ring
 
+    @property
+    def free_pages(self) -> jax.Array:
+        """i32[]: pages of the full side that can be handed out at once."""
+        return self.full_attn_allocator.free_pages
+
+    @property
+    def staged_pages(self) -> jax.Array:
+        """i32[]: freed pages of the full side that wait for a merge."""
+        return self.full_attn_allocator.staged_pages
+
     def is_free(self, pages: jax.Array) -> jax.Array:
         return self.full_attn_allocator.is_free(pages)
 
