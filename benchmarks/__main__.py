@@ -21,7 +21,7 @@ NAMES = {
     "swa": "pages held per layer kind while a sequence grows, and tokens served by a budget, with sliding windows",
     "replay": "radix cache and ledger on a real trace, and one scheduling step",
     "smollm2": "prefill and decode of SmolLM2-135M, batch 1 and 6, and its bare matmuls",
-    "against_torch": "the same against torch with transformers' generate, in turn (KVJAX_TORCH_PYTHON names its Python)",
+    "against_torch": "the same beside torch with transformers' generate (KVJAX_TORCH_PYTHON names its Python)",
 }
 
 

@@ -39,9 +39,9 @@ def decode_step(
         if not isinstance(a, GQAttention):
             raise ValueError("the contiguous baseline is written for MHA and GQA decoders, not for MLA.")
         b = x.shape[0]
-        q = apply_rope(a.q(normed).reshape(b, 1, c.num_heads, c.head_dim), angles, interleaved=False)
-        k = apply_rope(a.k(normed).reshape(b, 1, c.num_kv_heads, c.head_dim), angles, interleaved=False)[:, 0]
-        v = a.v(normed).reshape(b, c.num_kv_heads, c.v_head_dim)
+        q, k, v = a.split_qkv(normed)
+        q = apply_rope(q, angles, interleaved=False)
+        k, v = apply_rope(k, angles, interleaved=False)[:, 0], v[:, 0]
         lane = jnp.arange(b)
         at = (lane, positions) if layout == "plain" else (lane, slice(None), positions)
         k_cache = k_cache.at[at].set(k, unique_indices=True)

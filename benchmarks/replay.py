@@ -17,7 +17,7 @@ from benchmarks.measure import Measurement
 from kvjax.layout import ceil_div
 from kvjax.prefix import RadixCache
 from kvjax.serving import Chunk, Outcome, Request, Scheduler
-from kvjax.serving.replay import Replay, ReplayOptions
+from kvjax.serving.replay import Replay, ReplayOptions, ReplayResult
 from kvjax.serving.traces import TraceRequest, read_trace
 
 CUT = Path(__file__).parents[1] / "tests" / "data" / "traces" / "mooncake_150.jsonl"
@@ -36,7 +36,7 @@ class NoDevice:
     def open_row(self, request: Request, slots: np.ndarray) -> int:
         return 1
 
-    def run(self, chunks: Sequence[Chunk], decodes: Sequence[Request], steps: int) -> Outcome:
+    def run(self, chunks: Sequence[Chunk], decodes: Sequence[Request], steps: int, first_finish: bool) -> Outcome:
         for c in chunks:
             self.free -= ceil_div(c.end, PAGE) - ceil_div(c.start, PAGE)
         for r in decodes:
@@ -78,10 +78,10 @@ def scheduling_steps(running: int, waiting: int, steps: int) -> list[float]:
     return out
 
 
-def radix(trace: Sequence[TraceRequest], pool_tokens: int) -> tuple[float, float]:
-    """(microseconds per request of match + insert + evict, hit rate) with a tree of at most `pool_tokens`."""
+def radix(trace: Sequence[TraceRequest], pool_tokens: int) -> tuple[list[float], float]:
+    """(microseconds of each request's match + insert + evict, hit rate) with a tree of at most `pool_tokens`."""
     tree, next_id, hits, total = RadixCache(PAGE), -1, 0, 0
-    seconds = 0.0
+    times = []
     for r in trace:
         private = np.arange(next_id, next_id - r.input_len, -1, dtype=np.int32)
         next_id -= r.input_len
@@ -91,9 +91,24 @@ def radix(trace: Sequence[TraceRequest], pool_tokens: int) -> tuple[float, float
         match = tree.match_prefix(ids[:-1])
         tree.evict(tree.evictable + len(ids) - pool_tokens)
         tree.insert(ids, slots)
-        seconds += time.perf_counter() - start
+        times.append((time.perf_counter() - start) * 1e6)
         hits, total = hits + match.length, total + len(ids)
-    return seconds / len(trace) * 1e6, hits / total
+    return times, hits / total
+
+
+def replayed(trace: Sequence[TraceRequest], pool_tokens: int) -> tuple[ReplayResult, list[float]]:
+    """A replay, and the milliseconds of each of its ledger programs (chunks and decode steps)."""
+    replay, times = Replay(trace, ReplayOptions(pool_tokens, PAGE)), []
+    run = replay.backend.run
+
+    def timed(*args, **how) -> Outcome:
+        start = time.perf_counter()
+        out = run(*args, **how)
+        times.append((time.perf_counter() - start) * 1e3)
+        return out
+
+    replay.backend.run = timed
+    return replay.run(), times
 
 
 def run(progress: Callable[[str], None], quick: bool = False) -> Iterator[Measurement]:
@@ -103,15 +118,14 @@ def run(progress: Callable[[str], None], quick: bool = False) -> Iterator[Measur
     trace = read_trace(path, 20 if quick else None)
     config = {"trace": path.name, "requests": len(trace), "pool": pool, "page_size": PAGE}
     progress("replay: radix cache")
-    cost, hits = radix(trace, pool)
-    yield Measurement("replay/radix match + insert + evict", cost, "us per request", config)
+    times, hits = radix(trace, pool)
+    yield Measurement("replay/radix match + insert + evict", median(times), "us per request, median", config)
     yield Measurement("replay/radix hit rate", hits * 100, "%", config)
     progress("replay: ledger")
-    Replay(trace[:10], ReplayOptions(pool, PAGE)).run()
-    replay = Replay(trace, ReplayOptions(pool, PAGE))
-    result = replay.run()
+    result, programs = replayed(trace, pool)
+    yield Measurement("replay/ledger program", median(programs), "ms, median", {**config, "programs": len(programs)})
     yield Measurement("replay/ledger", result.ledger_seconds / result.finished * 1e3, "ms per request", config)
-    yield Measurement("replay/wall", result.wall_seconds, "s", {**config, "programs": result.programs})
+    yield Measurement("replay/wall", result.wall_seconds, "s", config)
     progress("replay: scheduling step")
     times = scheduling_steps(256, 128, 100 if quick else STEPS)
     yield Measurement("replay/scheduling step", median(times), "ms, median", {"running": 256, "waiting": 128})

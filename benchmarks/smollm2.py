@@ -18,9 +18,8 @@ import numpy as np
 
 from benchmarks.measure import Measurement
 from models.decoder import Decoder
-from models.engine import Engine, EngineSettings
+from models.engine import Engine, EngineSettings, Request
 from models.loaders import load_checkpoint
-from models.scheduler import Request
 from models.smollm2 import fetch_smollm2
 
 PROMPTS = Path(__file__).parents[1] / "tests" / "data" / "parity" / "smollm2" / "io.npz"

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvjax.ledger import Ledger
 
-FREE = -1  # owner of a free page
+FREE, CACHED = -1, -2  # owners of a free page, and of one that a prefix cache keeps
 
 # Okabe and Ito's palette without its grey and black, then darker and lighter relatives: told apart also by people
 # who do not see all colours, and against the near-white of free pages.
@@ -22,7 +22,7 @@ _COLOURS = (
     *("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#B8A800"),
     *("#5D3A9B", "#8C510A", "#01665E", "#F4A582", "#74ADD1", "#A6D96A", "#762A83"),
 )
-_FREE_COLOUR = "#F1F1EE"
+_NOBODYS = {FREE: ("#F1F1EE", "free"), CACHED: ("#C9C9C4", "prefix cache")}
 _KIND_COLOURS = {"prefill": "#444444", "decode": "#BDBDBD", "retract": "#C00000"}
 
 
@@ -32,7 +32,7 @@ class PageSnapshot:
 
     step: int  # decode steps so far
     program: str  # what ran before it: "prefill", "decode" or "retract"
-    owners: np.ndarray  # i32[pages], number of the request that owns page i + 1; -1: free
+    owners: np.ndarray  # i32[pages], request that owns page i + 1; FREE or CACHED: none does
 
 
 def ledger_table(ledger: Ledger, pool: Any = None, *, facts: Mapping[str, str] | None = None) -> Any:
@@ -84,12 +84,12 @@ def page_map(
     from matplotlib.patches import Patch
 
     grid = np.stack([s.owners for s in snapshots], axis=1)  # [pages, time]
-    requests = sorted(int(r) for r in np.unique(grid) if r != FREE)
+    requests = sorted(int(r) for r in np.unique(grid) if r not in _NOBODYS)
     # A request's colour follows from its number, whoever else is in the picture.
-    colours = [_FREE_COLOUR] + [_COLOURS[r % len(_COLOURS)] for r in requests]
+    colours = [colour for colour, _ in _NOBODYS.values()] + [_COLOURS[r % len(_COLOURS)] for r in requests]
     index = np.zeros(grid.shape, np.int32)
-    for at, request in enumerate(requests, start=1):
-        index[grid == request] = at
+    for at, owner in enumerate([*_NOBODYS, *requests]):
+        index[grid == owner] = at
 
     kinds = list(_KIND_COLOURS)
     strip = np.array([[kinds.index(s.program) if s.program in kinds else 0 for s in snapshots]])
@@ -115,10 +115,13 @@ def page_map(
 
     # In order of appearance from the top of the legend; more than fit are counted.
     most = 22
-    handles = [Patch(facecolor=colours[i + 1], label=_label(labels, r)) for i, r in enumerate(requests[:most])]
+    shown = zip(requests[:most], colours[len(_NOBODYS) :], strict=False)
+    handles = [Patch(facecolor=colour, label=_label(labels, r)) for r, colour in shown]
     if len(requests) > most:
         handles.append(Patch(facecolor="none", label=f"... and {len(requests) - most} more"))
-    handles.append(Patch(facecolor=_FREE_COLOUR, edgecolor="#BBBBBB", label="free"))
+    for owner, (colour, name) in _NOBODYS.items():
+        if owner == FREE or (grid == owner).any():
+            handles.append(Patch(facecolor=colour, edgecolor="#BBBBBB", label=name))
     legend = figure.legend(
         handles=handles, loc="outside right upper", title="request", frameon=False, fontsize=9, alignment="left"
     )

@@ -55,6 +55,9 @@ class Options:
     pages: int = 48
     """Pages of 16 tokens in the KV cache. With fewer, questions wait or have to make room for a while."""
 
+    prefix_cache: bool = True
+    """Prefill what several questions begin with only once."""
+
 
 def main(argv: list[str] | None = None) -> int:
     """The exit code: 0, 2 after one sentence on stderr, 130 after an interrupt."""
@@ -79,9 +82,15 @@ def _run(options: Options) -> None:
     from models.chatting import find_model, load, prompt_ids, start_engine
     from models.engine import EngineSettings
     from models.progress import Bars
-    from models.scheduler import Request, refuse_impossible
+    from models.request import Request, refuse_impossible
 
-    settings = EngineSettings(batch=options.batch, pages=options.pages, max_context_len=512, steps=4)
+    settings = EngineSettings(
+        batch=options.batch,
+        pages=options.pages,
+        max_context_len=512,
+        steps=4,
+        prefix_cache=options.prefix_cache,
+    )
     settings.shapes()
     path = find_model("smollm2")
     with Bars() as bars:
@@ -101,6 +110,7 @@ def _run(options: Options) -> None:
     facts = {
         "pages at most": f"{stats.peak_pages:,} of {engine.shapes.pages:,}",
         "prefill": f"{stats.prefill_tokens:,} tokens, {stats.prefill_rate:,.0f} tokens/s",
+        "found in the prefix cache": f"{stats.cached_tokens:,} tokens",
         "decode": f"{stats.decode_tokens:,} tokens, {stats.decode_rate:,.0f} tokens/s",
         "decode steps": f"{stats.steps:,} in {stats.decode_programs:,} programs",
         "retractions": f"{stats.retractions:,}",

@@ -71,6 +71,9 @@ class Options:
     steps: int = 32
     """Decode steps in one program, at most."""
 
+    prefix_cache: bool = True
+    """Prefill what several prompts begin with only once, in whole pages; the answers stay the same."""
+
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Of weights, activations and KV cache."""
 
@@ -116,7 +119,7 @@ def _run(options: Options) -> None:
     from models.chatting import find_model, load, prompt_ids, start_engine
     from models.engine import EngineSettings
     from models.progress import Bars
-    from models.scheduler import Request, refuse_impossible
+    from models.request import Request, refuse_impossible
 
     if not options.prompt:
         raise ValueError("there is nothing to answer; give at least one --prompt.")
@@ -142,6 +145,7 @@ def _run(options: Options) -> None:
         max_context_len=1024 if options.max_context_len is None else options.max_context_len,
         chunk=options.chunk,
         steps=options.steps,
+        prefix_cache=options.prefix_cache,
         kv_dtype=options.dtype,
     )
     settings.shapes()

@@ -20,7 +20,7 @@ class Chunk:
     """One extend program's input: up to t prompt tokens for each of b lanes. A lane not in use is all zeros."""
 
     tokens: jax.Array  # i32[b, t], the chunk, from the left; behind it anything
-    rows: jax.Array  # i32[b], -1: a new row is wanted; > 0: the request's row (a later chunk); 0: not in use
+    rows: jax.Array  # i32[b], > 0: the request's row; -1: a new row is wanted; 0: not in use
     prefix_lens: jax.Array  # i32[b], tokens that the row holds already
     seq_lens: jax.Array  # i32[b], tokens that it will hold after the chunk
     final: jax.Array  # bool[b], the prompt ends in this chunk: draw the first token of the answer
@@ -85,7 +85,7 @@ class Report:
     fewest_free: Any  # i32[], fewest free and staged pages at any time during the program
     rows: Any  # i32[b], row of each lane; 0 where it was given back
     lengths: Any  # i32[b], tokens in each lane's row, or what it held when it was given back
-    finished: Any  # i32[b], 1: the request ended in this program, and its row is free again
+    finished: Any  # i32[b], 1: the request ended in this program (its row is free again, or parked)
     waiting: Any  # i32[b], 1: the lane's next token needs a page and there was none (ok == 0)
     produced: Any  # i32[b], tokens drawn for the lane
     tokens: Any  # i32[b, k], the first produced[i] of lane i are real

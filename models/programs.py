@@ -1,4 +1,4 @@
-"""The compiled programs of the engine: extend (a chunk of prefill), decode (up to k steps in one loop), release.
+"""The two programs of the engine that run the model: extend (a chunk of prefill) and decode (up to k steps in a loop).
 
 Each takes the KV pool and the ledger, donated, and returns them with one packed `Report`. A program can be traced from
 shapes alone, so it can be compiled without weights in memory, and for a device that this machine does not have.
@@ -21,8 +21,8 @@ from kvjax.allocators import (
     SWATokenToKVPoolAllocator,
     TokenToKVPoolAllocator,
 )
-from kvjax.indexing import put, take
-from kvjax.layout import ceil_div, page_of, positive, round_down, round_up
+from kvjax.indexing import take
+from kvjax.layout import positive, round_up
 from kvjax.ledger import Ledger, alloc_for_decode, alloc_for_extend, release_rows
 from kvjax.operation import state
 from kvjax.pools import MHATokenToKVPool, MLATokenToKVPool, SWAKVPool
@@ -179,11 +179,20 @@ def abstract(tree: Any) -> Any:
 
 
 def build_extend(
-    graph: Any, weights: Any, pool: KVPool, ledger: Ledger, lanes: int, width: int, eos_ids: tuple[int, ...] = ()
+    graph: Any,
+    weights: Any,
+    pool: KVPool,
+    ledger: Ledger,
+    lanes: int,
+    width: int,
+    eos_ids: tuple[int, ...] = (),
+    *,
+    park: bool = False,
 ) -> Program:
     """extend(weights, pool, ledger, Chunk) -> (pool, ledger, packed Report of `lanes` lanes, 1 token each).
 
-    weights, pool and ledger may be arrays or shapes. One program per bucket [lanes, width].
+    weights, pool and ledger may be arrays or shapes. One program per bucket [lanes, width]. park: a request that ends
+    keeps its row and its pages, for the host to hand them to a prefix tree.
     """
 
     def extend(weights, pool, ledger, chunk: Chunk):
@@ -204,13 +213,14 @@ def build_extend(
         with jax.named_scope("ledger"):
             if ledger.slides:  # what the chunk read is left behind only now
                 ledger = release_window(ledger, rows, token, max_tokens=t)
-            ledger = release_rows(ledger, jnp.where(finished, rows, 0))
+            if not park:
+                ledger = release_rows(ledger, jnp.where(finished, rows, 0))
         report = _report(
             ledger,
             ok=ok,
             steps=1,
             fewest_free=fewest,
-            rows=jnp.where(finished, 0, rows),
+            rows=rows if park else jnp.where(finished, 0, rows),
             lengths=jnp.where(new > 0, chunk.seq_lens, 0),
             finished=finished,
             waiting=jnp.zeros_like(finished),
@@ -246,14 +256,23 @@ class _Loop:
 
 
 def build_decode(
-    graph: Any, weights: Any, pool: KVPool, ledger: Ledger, lanes: int, steps: int, eos_ids: tuple[int, ...] = ()
+    graph: Any,
+    weights: Any,
+    pool: KVPool,
+    ledger: Ledger,
+    lanes: int,
+    steps: int,
+    eos_ids: tuple[int, ...] = (),
+    *,
+    park: bool = False,
 ) -> Program:
     """decode(weights, pool, ledger, Lanes, steps i32[], leave i32[]) -> (pool, ledger, packed Report).
 
     Runs until `steps` steps are done (at most the `steps` that it was built for), no more than `leave` lanes are
     active, or a step can not have its pages; that step changes nothing, and the report says which lanes wait.
     A lane ends with an end-of-sequence token or at its limit: its last token is never fed, so its KV is never
-    written, and its row and pages go back before the next step takes any.
+    written, and its row and pages go back before the next step takes any. park: they stay with the lane's request
+    instead, for the host to hand them to a prefix tree.
     """
 
     def decode(weights, pool, ledger, inputs: Lanes, limit_steps, leave):
@@ -278,8 +297,10 @@ def build_decode(
             token = jnp.where(c.active, _draw(logits, inputs.sampling, c.positions + 1, c.active), 0)
             generated = c.generated + c.active
             ended = c.active & (_is_end(token, eos_ids, inputs.ends) | (generated >= inputs.limit))
-            with jax.named_scope("ledger"):
-                ledger = release_rows(c.ledger, jnp.where(ended, c.rows, 0))
+            ledger = c.ledger
+            if not park:
+                with jax.named_scope("ledger"):
+                    ledger = release_rows(ledger, jnp.where(ended, c.rows, 0))
             rows, active = jnp.where(ended, 0, c.rows), c.active & ~ended
             ledger, loc, positions, goes_on, ok = reserve(ledger, rows, active, c.step + 1)
             return _Loop(
@@ -328,7 +349,7 @@ def build_decode(
             ok=end.ok,
             steps=end.step,
             fewest_free=end.fewest,
-            rows=end.rows,
+            rows=rows if park else end.rows,
             lengths=end.lengths,
             finished=end.finished,
             waiting=end.active & ~end.ok & (end.lengths % end.ledger.page_size == 0),
@@ -341,46 +362,6 @@ def build_decode(
     inputs = abstract(Lanes.empty(lanes))
     arguments = (abstract(weights), abstract(pool), abstract(ledger), inputs, number, number)
     return Program(f"decode_{lanes}x{steps}", decode, (1, 2), arguments)
-
-
-def build_release(ledger: Ledger, lanes: int) -> Program:
-    """release(ledger, rows i32[lanes]) -> (ledger, packed Report): what the host takes back. 0 = no row."""
-
-    def release(ledger, rows):
-        fewest = _free_pages(ledger)
-        lengths = take(ledger.committed, rows)
-        ledger = release_rows(ledger, rows)
-        none = jnp.zeros_like(rows)
-        report = _report(
-            ledger,
-            ok=True,
-            steps=0,
-            fewest_free=fewest,
-            rows=none,
-            lengths=lengths,
-            finished=none,
-            waiting=none,
-            produced=none,
-            tokens=none[:, None],
-        )
-        return ledger, report.pack()
-
-    return Program(f"release_{lanes}", release, (0,), (abstract(ledger), jax.ShapeDtypeStruct((lanes,), jnp.int32)))
-
-
-def build_page_rows(ledger: Ledger) -> Program:
-    """page_rows(ledger) -> i32[pages + 1]: the row that owns each page, 0 for none. Reads only; O(table)."""
-
-    def page_rows(ledger):
-        ps, table = ledger.page_size, ledger.table
-        first = jnp.arange(ceil_div(table.max_context_len, ps), dtype=jnp.int32) * ps
-        owned = (first < ledger.allocated[:, None]) & (first >= round_down(ledger.owned_from, ps)[:, None])
-        row = jnp.broadcast_to(jnp.arange(table.size + 1, dtype=jnp.int32)[:, None], owned.shape)
-        page = page_of(table.req_to_token[:, ::ps], ps)
-        empty = jnp.zeros(ledger.allocator.num_pages + 1, jnp.int32)
-        return put(empty, page.reshape(-1), row.reshape(-1), valid=owned.reshape(-1), lower=1)
-
-    return Program("page_rows", page_rows, (), (abstract(ledger),))
 
 
 def _free_pages(ledger: Ledger) -> jax.Array:

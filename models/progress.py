@@ -8,8 +8,8 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from models.engine import Stats
-from models.scheduler import Request, Running
+from kvjax import serving
+from models.engine import Request, Stats
 
 
 class Bars:
@@ -50,9 +50,11 @@ class Bars:
         """The hook of `Engine.generate`: prompt tokens in one bar, answer tokens in another."""
         prompt, answer = sum(len(r.prompt) for r in requests), sum(r.max_new_tokens for r in requests)
 
-        def hook(stats: Stats, running: Sequence[Running]) -> None:
+        def hook(stats: Stats, running: Sequence[serving.Request]) -> None:
             over = stats.finished == len(requests)
-            self._show("prefill", stats.prefill_tokens, max(prompt, stats.prefill_tokens), "tokens")
+            written = stats.prefill_tokens + stats.cached_tokens
+            note = f"tokens, {stats.cached_tokens:,} of them cached" if stats.cached_tokens else "tokens"
+            self._show("prefill", written, max(prompt, written), note)
             drawn = stats.generated_tokens
             # Answers that ended early leave a remainder that nobody will draw.
             total = drawn if over else max(answer, drawn)

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from kvjax import Ledger, PagedTokenToKVPoolAllocator, ReqToTokenPool, alloc_for_extend
 from kvjax.pools import MHATokenToKVPool
-from kvjax.show import PageSnapshot, ledger_table, page_map
+from kvjax.show import CACHED, FREE, PageSnapshot, ledger_table, page_map
 
 
 def ledger_with_a_row() -> Ledger:
@@ -63,6 +63,19 @@ def test_page_map_paints_each_request_in_its_own_colour(tmp_path):
     assert share("#0072B2") / share("#D55E00") == pytest.approx(20 / 8, rel=0.1)
     assert share("#E69F00") == 0  # nobody owned by request 1
     assert share("#F1F1EE") > share("#D55E00")
+
+
+def test_page_map_names_what_the_prefix_cache_keeps(tmp_path):
+    kept = [
+        PageSnapshot(0, "prefill", np.array([0, 0, FREE, FREE])),
+        PageSnapshot(1, "decode", np.array([0, CACHED] * 2)),
+    ]
+    with rc_context({"svg.fonttype": "none"}):
+        assert "prefix cache" in page_map(kept, tmp_path / "kept.svg").read_text()
+        assert "prefix cache" not in page_map(kept[:1], tmp_path / "none.svg").read_text()
+    picture = imread(page_map(kept, tmp_path / "kept.png"))[..., :3]
+    grey = np.array([0xC9, 0xC9, 0xC4]) / 255
+    assert float((np.abs(picture - grey).max(-1) < 0.01).mean()) > 0.05  # two of eight cells
 
 
 def test_page_map_takes_many_requests_and_missing_labels(tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -32,7 +32,8 @@ class Outcome:
     free_pages: int  # the device's count
     chunk_tokens: np.ndarray  # i32[chunks], the next token of each; read where the chunk was the last
     decode_tokens: np.ndarray  # i32[steps, rows]
-    decode_counts: np.ndarray  # i32[rows], tokens of each row; fewer than steps where an end token came
+    decode_counts: np.ndarray  # i32[rows], tokens of each row; fewer than steps where the row came to its end
+    closed: Collection[Request] = ()  # ended ones whose row the program gave back itself, with every page of it
 
 
 class Backend(Protocol):
@@ -47,8 +48,12 @@ class Backend(Protocol):
         """A new row that begins with `slots` (i32[n], whole pages of the prefix tree). Returns the row."""
         ...
 
-    def run(self, chunks: Sequence[Chunk], decodes: Sequence[Request], steps: int) -> Outcome:
-        """One program: the chunks, and up to `steps` decode steps of the others."""
+    def run(self, chunks: Sequence[Chunk], decodes: Sequence[Request], steps: int, first_finish: bool) -> Outcome:
+        """The chunks, and up to `steps` decode steps of the others.
+
+        first_finish: stop where the first of them ends; otherwise such a row takes no part in later steps. The program
+        closes rows that end (and says so in the outcome), or leaves them to the scheduler, as with a prefix tree.
+        """
         ...
 
     def row_slots(self, row: int, n: int) -> np.ndarray:

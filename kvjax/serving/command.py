@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,7 +12,7 @@ import numpy as np
 import tyro
 
 from kvjax.serving.replay import Replay, ReplayOptions, ReplayResult
-from kvjax.serving.traces import read_trace
+from kvjax.serving.traces import TraceRequest, read_trace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +61,7 @@ def run(args: list[str]) -> None:
     trace = read_trace(o.trace, o.limit)
     fields = {f.name for f in dataclasses.fields(ReplayOptions)}
     options = ReplayOptions(**{k: v for k, v in vars(o).items() if k in fields})
-    replay = Replay(trace, options)
-    result = _with_bar(replay, o.quiet)
+    result = _with_bar(trace, options, o.quiet)
     figures = as_json(result, options)
     if o.json:
         print(json.dumps(figures, indent=1))
@@ -95,11 +95,12 @@ def as_json(result: ReplayResult, options: ReplayOptions) -> dict[str, Any]:
         "output_tokens": result.output_tokens,
         "invariant_checks": result.checks,
         "wall_seconds": result.wall_seconds,
+        "compile_seconds": result.compile_seconds,
         "ledger_ms_per_request": result.ledger_seconds * 1e3 / max(1, result.finished),
     }
 
 
-def _with_bar(replay: Replay, quiet: bool) -> ReplayResult:
+def _with_bar(trace: Sequence[TraceRequest], options: ReplayOptions, quiet: bool) -> ReplayResult:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -111,13 +112,17 @@ def _with_bar(replay: Replay, quiet: bool) -> ReplayResult:
         TextColumn("{task.description}"),
     )
     with Progress(*columns, console=Console(stderr=True), disable=quiet) as bar:
-        task = bar.add_task("", total=len(replay.trace))
+        task = bar.add_task("", total=len(trace))
+
+        def compiling(name: str) -> None:
+            bar.update(task, description=f"compiling {name}")
 
         def show(done: int, total: int) -> None:
             s = replay.scheduler
             note = f"{len(s.running)} running, {len(s.waiting)} waiting, {replay.now / 1e6:,.0f} s"
             bar.update(task, completed=done, total=total, description=note)
 
+        replay = Replay(trace, options, on_compile=compiling)
         return replay.run(show)
 
 

@@ -5,22 +5,21 @@ Every program is jitted with the ledger donated, in a small fixed set of padded 
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax.indexing import put2
-from kvjax.layout import NEW_ROW, ceil_div
-from kvjax.ledger import OWNED_FROM, Ledger, alloc_for_decode, alloc_for_extend, release_rows
-from kvjax.operation import int32
+from kvjax.ledger import Ledger, alloc_for_decode, alloc_for_extend
+from kvjax.serving import rows
 from kvjax.serving.backend import Chunk, Outcome
 from kvjax.serving.request import Request
+
+T = TypeVar("T")
 
 LANES = (16, 256)  # padded chunks of one program
 BATCHES = (64, 256, 1024, 4096)  # padded decode rows
@@ -41,31 +40,29 @@ def _packed(ledger: Ledger, *more: jax.Array) -> jax.Array:
 
 @_program()
 def _open(ledger: Ledger, slots: jax.Array, n: jax.Array) -> tuple[Ledger, jax.Array]:
-    """A new row whose first n tokens lie in slots (i32[t]); they stay somebody else's. Adds (row, ok)."""
-    ledger, rows, _, ok = alloc_for_extend(
-        ledger, jnp.full(1, NEW_ROW, jnp.int32), n[None], n[None], capacity=1, prefix_loc=slots[None]
-    )
-    return ledger, _packed(ledger, rows[0], ok)
+    """Adds (row, ok)."""
+    ledger, row, ok = rows.open_row(ledger, slots, n)
+    return ledger, _packed(ledger, row, ok)
 
 
 @_program("capacity")
 def _run(
     ledger: Ledger,
     chunks: jax.Array,
-    rows: jax.Array,
+    decodes: jax.Array,
     steps: jax.Array,
     *,
     capacity: int,
 ) -> tuple[Ledger, jax.Array]:
-    """chunks: i32[3, lanes], rows and lengths before and after; rows: i32[b], each gets `steps` slots. Adds (ok,)."""
+    """chunks: i32[3, lanes], row, length before and after; decodes: i32[b], rows that get `steps` slots. Adds (ok,)."""
     ok = jnp.ones((), bool)
     if chunks.shape[1]:
         ledger, _, _, ok = alloc_for_extend(ledger, chunks[0], chunks[1], chunks[2], capacity=capacity)
-    if rows.shape[0]:
+    if decodes.shape[0]:
 
         def body(carry):
             i, ledger, ok = carry
-            ledger, _, _, done = alloc_for_decode(ledger, rows)
+            ledger, _, _, done = alloc_for_decode(ledger, decodes)
             return i + 1, ledger, ok & done
 
         zero = jnp.zeros((), jnp.int32)
@@ -73,42 +70,22 @@ def _run(
     return ledger, _packed(ledger, ok)
 
 
-@_program()
-def _share(ledger: Ledger, row: jax.Array, end: jax.Array, start: jax.Array, slots: jax.Array, n: jax.Array) -> Ledger:
-    """The row owns its tokens from `end` on; tokens start .. start + n - 1 lie in slots (i32[t]) now."""
-    at = jnp.arange(slots.shape[0], dtype=jnp.int32)
-    table = ledger.table
-    entries = put2(table.req_to_token, jnp.full(at.shape, row), start + at, slots, valid=at < n)
-    lens = ledger.lens.at[row, OWNED_FROM].set(end)
-    return Ledger(dataclasses.replace(table, req_to_token=entries), ledger.allocator, lens)
-
-
-@_program()
-def _close(ledger: Ledger, row: jax.Array, end: jax.Array) -> Ledger:
-    """Release the row and its pages from token `end` on."""
-    lens = ledger.lens.at[row, OWNED_FROM].set(end)
-    return release_rows(dataclasses.replace(ledger, lens=lens), row[None])
-
-
-@_program()
-def _release(ledger: Ledger, pages: jax.Array) -> Ledger:
-    return dataclasses.replace(ledger, allocator=ledger.allocator.free_page_ids(int32("pages", pages, 1)))
-
-
-@functools.partial(jax.jit, static_argnames="page_size")
-def _row_pages(table: jax.Array, row: jax.Array, *, page_size: int) -> jax.Array:
-    return lax.dynamic_index_in_dim(table, row, keepdims=False)[::page_size] // page_size
+_share, _close, _release = (_program()(f) for f in (rows.share_row, rows.close_row, rows.release_pages))
+_row_pages = jax.jit(rows.row_pages)
 
 
 class LedgerBackend:
     """A `Backend` that allocates and releases for real and makes up the tokens: each is a new negative id.
 
-    prefill_tokens: tokens that the chunks of one program have at most, as the scheduler's. `seconds` and `programs`
-    sum up what the ledger took.
+    prefill_tokens: tokens that the chunks of one program have at most, as the scheduler's. on_compile(name) is called
+    before a program runs for the first time in some padded shape. `seconds` and `programs` sum up what the ledger
+    took; those first calls, in which the program may be compiled, count in `compile_seconds` instead.
     """
 
-    def __init__(self, ledger: Ledger, prefill_tokens: int = 2048):
-        self.ledger = ledger
+    def __init__(self, ledger: Ledger, prefill_tokens: int = 2048, *, on_compile: Callable[[str], None] | None = None):
+        self.ledger, self.on_compile = ledger, on_compile
+        self.compile_seconds = 0.0
+        self._seen: set[tuple] = set()
         self.page_size, self.num_pages = ledger.page_size, ledger.allocator.num_pages
         self.num_rows, self.row_width = ledger.table.size, ledger.table.max_context_len
         self.seconds, self.programs = 0.0, 0
@@ -128,25 +105,22 @@ class LedgerBackend:
         self._demand(ok, faults, f"a row of {len(slots)} cached tokens")
         return row
 
-    def run(self, chunks: Sequence[Chunk], decodes: Sequence[Request], steps: int) -> Outcome:
+    def run(self, chunks: Sequence[Chunk], decodes: Sequence[Request], steps: int, first_finish: bool) -> Outcome:
+        del first_finish  # nobody ends before `steps`: the scheduler goes no further than the first limit
         lanes = np.zeros((3, _bucket(len(chunks), LANES)), np.int32)
         for i, c in enumerate(chunks):
             lanes[:, i] = c.request.row, c.start, c.end
-        rows = np.zeros(min(_bucket(len(decodes), BATCHES), self.num_rows), np.int32)
-        rows[: len(decodes)] = [r.row for r in decodes]
-        free, staged, faults, ok = self._fetch(_run, lanes, rows, np.int32(steps), capacity=self._capacity)
+        batch = np.zeros(min(_bucket(len(decodes), BATCHES), self.num_rows), np.int32)
+        batch[: len(decodes)] = [r.row for r in decodes]
+        free, staged, faults, ok = self._fetch(_run, lanes, batch, np.int32(steps), capacity=self._capacity)
         self._demand(ok, faults, f"{len(chunks)} chunks and {steps} steps of {len(decodes)} rows")
         ids = self.private_ids(steps * len(decodes) + len(chunks))
         decoded = ids[len(chunks) :].reshape(steps, len(decodes))
         return Outcome(free + staged, ids[: len(chunks)], decoded, np.full(len(decodes), steps))
 
     def row_slots(self, row: int, n: int) -> np.ndarray:
-        start = time.perf_counter()
-        pages = np.asarray(_row_pages(self.ledger.table.req_to_token, np.int32(row), page_size=self.page_size))
-        self.seconds += time.perf_counter() - start
-        ps = self.page_size
-        slots = pages[: ceil_div(n, ps), None] * ps + np.arange(ps, dtype=np.int32)
-        return slots.reshape(-1)[:n]
+        pages = self._timed(lambda: np.asarray(_row_pages(self.ledger, np.int32(row))), ("row_pages",))
+        return rows.slots_of(pages, n, self.page_size)
 
     def share_row(self, row: int, end: int, start: int, slots: np.ndarray) -> None:
         args = (np.int32(row), np.int32(end), np.int32(start), self._padded(slots), np.int32(len(slots)))
@@ -166,16 +140,32 @@ class LedgerBackend:
         return out
 
     def _change(self, program, *args) -> None:
-        start = time.perf_counter()
-        self.ledger = program(self.ledger, *args)
-        self.seconds += time.perf_counter() - start
+        def call() -> None:
+            self.ledger = program(self.ledger, *args)
+
+        self._timed(call, _key(program, args))
 
     def _fetch(self, program, *args, **static) -> list[int]:
-        start = time.perf_counter()
-        self.ledger, packed = program(self.ledger, *args, **static)
-        out = np.asarray(packed).tolist()
-        self.seconds += time.perf_counter() - start
+        def call() -> list[int]:
+            self.ledger, packed = program(self.ledger, *args, **static)
+            return np.asarray(packed).tolist()
+
         self.programs += 1
+        return self._timed(call, _key(program, args))
+
+    def _timed(self, call: Callable[[], T], key: tuple) -> T:
+        first = key not in self._seen
+        if first:
+            self._seen.add(key)
+            if self.on_compile is not None:
+                self.on_compile(key[0])
+        start = time.perf_counter()
+        out = call()
+        took = time.perf_counter() - start
+        if first:
+            self.compile_seconds += took
+        else:
+            self.seconds += took
         return out
 
     def _demand(self, ok: int, faults: int, what: str) -> None:
@@ -183,6 +173,10 @@ class LedgerBackend:
             raise RuntimeError(
                 f"the ledger answered ok {bool(ok)} with {faults} faults to {what}; the books are wrong."
             )
+
+
+def _key(program: Callable, args: tuple) -> tuple:
+    return (program.__name__.strip("_"), *(np.shape(a) for a in args))
 
 
 def _powers(least: int, most: int) -> tuple[int, ...]:

@@ -60,7 +60,8 @@ class ReplayResult:
     virtual_us: int = 0
     checks: int = 0
     wall_seconds: float = 0.0
-    ledger_seconds: float = 0.0
+    ledger_seconds: float = 0.0  # without the first call of each program, which compiles it
+    compile_seconds: float = 0.0  # those first calls
     peak_pages: int = 0  # of requests and tree
     peak_held_pages: int = 0  # in use by requests
     queue_us: list[int] = dataclasses.field(default_factory=list)  # arrival to first admission
@@ -98,9 +99,12 @@ def make_ledger(trace: Sequence[TraceRequest], options: ReplayOptions) -> Ledger
 class Replay:
     """One replay; `run` goes to the end. RuntimeError with the pages concerned when the books do not add up."""
 
-    def __init__(self, trace: Sequence[TraceRequest], options: ReplayOptions):
+    def __init__(
+        self, trace: Sequence[TraceRequest], options: ReplayOptions, on_compile: Callable[[str], None] | None = None
+    ):
+        """on_compile(name): called before a program of the ledger runs for the first time in some shape."""
         self.trace, self.options, self.result = list(trace), options, ReplayResult()
-        self.backend = LedgerBackend(make_ledger(trace, options), options.prefill_tokens)
+        self.backend = LedgerBackend(make_ledger(trace, options), options.prefill_tokens, on_compile=on_compile)
         self.tree = RadixCache(options.page_size, policy=options.policy) if options.prefix_cache else None
         self.scheduler = Scheduler(
             self.backend,
@@ -130,7 +134,7 @@ class Replay:
                 progress(out.finished + out.refused, len(self.trace))
         self._check_end()
         out.wall_seconds, out.virtual_us = time.perf_counter() - began, self.now
-        out.ledger_seconds = self.backend.seconds
+        out.ledger_seconds, out.compile_seconds = self.backend.seconds, self.backend.compile_seconds
         return out
 
     def _submit(self, line: TraceRequest, number: int) -> None:

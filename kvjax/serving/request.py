@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable
+from typing import Any
 
 import numpy as np
 
@@ -16,12 +17,13 @@ class Request:
     """One request. Its key-value entries are there for the first `done` tokens; `goal` of them are to be prefilled.
 
     prompt: i32[n], token ids. max_new_tokens: output tokens, at least 1. eos: ids that end the output early.
-    extra_key: namespace of the prefix cache. ValueError for an empty prompt or no output.
+    extra_key: namespace of the prefix cache. info: the caller's own, for its backend. ValueError for an empty prompt or
+    no output.
     """
 
     __slots__ = (
         "_shared", "arrival", "cached", "cached_first", "cursor", "done", "eos", "extra_key", "finishes", "goal", "ids",
-        "length", "max_new_tokens", "node", "passed_over", "prompt_len", "retractions", "rid", "row", "state"
+        "info", "length", "max_new_tokens", "node", "passed_over", "prompt_len", "retractions", "rid", "row", "state"
     )  # fmt: skip
 
     def __init__(
@@ -32,6 +34,7 @@ class Request:
         *,
         eos: Collection[int] = (),
         extra_key: Hashable = None,
+        info: Any = None,
     ):
         tokens = np.asarray(prompt, np.int32)
         if tokens.ndim != 1 or not len(tokens) or max_new_tokens < 1:
@@ -39,7 +42,7 @@ class Request:
                 f"request {rid} has a prompt of shape {tokens.shape} and {max_new_tokens} output tokens; at least one "
                 "of each was expected."
             )
-        self.rid, self.extra_key, self.eos = rid, extra_key, frozenset(eos)
+        self.rid, self.extra_key, self.eos, self.info = rid, extra_key, frozenset(eos), info
         self.prompt_len, self.max_new_tokens = len(tokens), int(max_new_tokens)
         self.ids = np.empty(len(tokens) + self.max_new_tokens, np.int32)
         self.ids[: len(tokens)] = tokens

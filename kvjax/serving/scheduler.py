@@ -41,6 +41,8 @@ class Scheduler:
 
     tree: the prefix cache, None for none; it must have the backend's page size. prefill_tokens: prefill per step.
     max_steps: decode steps of one program, when nothing else is to do. stream: called with new tokens as they come.
+    long_programs: for a backend whose programs end rows themselves. They go on past a finish when nobody waits, and
+    up to the first one when somebody does; without it, who starts when does not depend on `max_steps`.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Scheduler:
         reserve_ratio: float = 0.0,
         max_steps: int = 32,
         pages_to_front: bool = True,
+        long_programs: bool = False,
         stream: Stream | None = None,
     ):
         if tree is not None and tree.page_size != backend.page_size:
@@ -68,6 +71,7 @@ class Scheduler:
         self.running: list[Request] = []  # in admission order
         self.finishes = 0
         self._to_front, self._stream, self._arrivals = pages_to_front, stream, 0
+        self._long = long_programs
 
     @property
     def busy(self) -> bool:
@@ -123,10 +127,11 @@ class Scheduler:
             chunks = self._chunks(0)
         if not decodes and not chunks:
             return report
-        steps = 1 if chunks or self.waiting else self._steps(decodes, limit)
+        steps = 1 if chunks or (self.waiting and not self._long) else self._steps(decodes, limit)
         pages = self._pages_for(decodes, steps) + sum(self._pages(c.start, c.end) for c in chunks)
         self._make_room(pages, report)
-        self._take(self.backend.run(chunks, decodes, steps), chunks, decodes, report)
+        outcome = self.backend.run(chunks, decodes, steps, first_finish=bool(self.waiting))
+        self._take(outcome, chunks, decodes, report)
         report.steps = steps
         return report
 
@@ -194,8 +199,10 @@ class Scheduler:
         return out
 
     def _steps(self, decodes: list[Request], limit: int | None) -> int:
-        """How many steps this program runs: no further than the first possible finish, and as far as pages reach."""
-        steps = min(self.max_steps, min(r.remaining for r in decodes), self.max_steps if limit is None else limit)
+        """How many steps this program runs: up to the first (long programs: last) limit, and as far as pages reach."""
+        furthest = max if self._long and not self.waiting else min
+        most = self.max_steps if limit is None else limit
+        steps = min(self.max_steps, furthest(r.remaining for r in decodes), most)
         room = self.capacity.free_pages + self.evictable() // self.page_size
         while steps > 1 and self._pages_for(decodes, steps) > room:
             steps //= 2
@@ -206,7 +213,7 @@ class Scheduler:
 
     def _pages_for(self, decodes: list[Request], steps: int) -> int:
         ps = self.page_size
-        return sum(-(-(r.done + steps) // ps) + (-r.done // ps) for r in decodes)
+        return sum(-(-(r.done + min(steps, r.remaining)) // ps) + (-r.done // ps) for r in decodes)
 
     def _make_room(self, pages: int, report: Report) -> None:
         self.capacity, pieces, ok = self.capacity.check_decode_capacity(self.tree, pages * self.page_size)
@@ -237,7 +244,7 @@ class Scheduler:
             r.done = chunk.end
             if chunk.last:
                 ready.append((r, token))
-        self.capacity = self.capacity.took(pages)
+        self.capacity = self.capacity.took(pages - sum(r.owned_pages(self.page_size) for r in outcome.closed))
         if self.capacity.free_pages != outcome.free_pages:
             raise RuntimeError(
                 f"the device counts {outcome.free_pages} free pages, the mirror {self.capacity.free_pages}; a page was "
@@ -251,7 +258,9 @@ class Scheduler:
             gone = set(over)
             self.running = [r for r in self.running if r not in gone]
         for r in over:
-            self._finish(r)
+            self._finish(r, r in outcome.closed)
+        if any(r.state != FINISHED for r in outcome.closed):
+            raise RuntimeError("the program closed the row of a request that is not over; the books are wrong.")
         report.finished = over
 
     def _add_tokens(self, r: Request, tokens: np.ndarray, over: list[Request]) -> None:
@@ -288,14 +297,15 @@ class Scheduler:
             self.capacity = self.capacity.gave(len(pages))
         return had
 
-    def _finish(self, r: Request) -> None:
-        end = r.cached
-        if self.tree is not None:
-            end = round_down(r.done, self.page_size)
-            if end > r.cached:
-                self._insert(r, self.backend.row_slots(r.row, end))
-        self.backend.close_row(r.row, end)
-        self.capacity = self.capacity.gave(ceil_div(r.done, self.page_size) - end // self.page_size)
+    def _finish(self, r: Request, closed: bool) -> None:
+        if not closed:
+            end = r.cached
+            if self.tree is not None:
+                end = round_down(r.done, self.page_size)
+                if end > r.cached:
+                    self._insert(r, self.backend.row_slots(r.row, end))
+            self.backend.close_row(r.row, end)
+            self.capacity = self.capacity.gave(ceil_div(r.done, self.page_size) - end // self.page_size)
         self._unlock(r)
         r.state, r.row = FINISHED, 0
         self.finishes += 1

@@ -19,11 +19,10 @@ from models.programs import (
     abstract_state,
     build_decode,
     build_extend,
-    build_page_rows,
-    build_release,
     create_state,
     split_decoder,
 )
+from models.rows import build_close, build_page_rows
 from tests.models.tiny import GQA, random_weights
 
 PAGE, LANES, STEPS = 4, 3, 8
@@ -39,7 +38,7 @@ class Machine:
         self.programs = {
             "extend": build_extend(graph, self.weights, pool, ledger, LANES, 8),
             "decode": build_decode(graph, self.weights, pool, ledger, LANES, STEPS),
-            "release": build_release(ledger, LANES),
+            "close": build_close(ledger),
             "page_rows": build_page_rows(ledger),
         }
         self.compiled = {name: program.compile() for name, program in self.programs.items()}
@@ -153,9 +152,8 @@ def test_decode_stops_where_pages_run_out_and_that_step_changes_nothing(machine)
     assert (stuck.ok, stuck.steps, stuck.produced.tolist()) == (0, 0, [0, 0, 0])
     jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.array, (pool, ledger)))
     # One lane goes, the others get their pages.
-    rows = np.array([first.rows[2], 0, 0], np.int32)
-    ledger, packed = machine.compiled["release"](ledger, rows)
-    assert Report.unpack(packed, LANES, 1).free_pages == 3
+    ledger = machine.compiled["close"](ledger, first.rows[2], np.int32(0))
+    assert int(ledger.allocator.free_pages) == 3
     again.rows[2], again.active[2] = 0, False
     pool, ledger, on = machine.decode(pool, ledger, again, steps=4)
     assert (on.ok, on.steps, on.produced.tolist()) == (1, 4, [4, 4, 0])

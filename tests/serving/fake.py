@@ -14,7 +14,8 @@ class FakeBackend:
     Tokens depend on the request and the position alone, so an answer must not change when it is set back.
     """
 
-    def __init__(self, num_pages, page_size, num_rows=8, row_width=10_000):
+    def __init__(self, num_pages, page_size, num_rows=8, row_width=10_000, closes=False):
+        self.closes = closes  # rows that end are given back inside the program
         self.num_pages, self.page_size, self.num_rows, self.row_width = num_pages, page_size, num_rows, row_width
         self.free = list(range(1, num_pages + 1))
         self.rows = {}  # row: [pages, pages that belong to the tree, tokens]
@@ -39,29 +40,36 @@ class FakeBackend:
             pages.append(self.free.pop(0))
         self.rows[row][2] = end
 
-    def run(self, chunks, decodes, steps):
+    def run(self, chunks, decodes, steps, first_finish):
         self.programs.append(([(c.request.rid, c.start, c.end) for c in chunks], [r.rid for r in decodes], steps))
+        closed = []
         for c in chunks:
             assert self.rows[c.request.row][2] == c.start
             self._grow(c.request.row, c.end)
             self.prefilled += c.end - c.start
-        for r in decodes:
-            assert r.done == r.length - 1
-            self._grow(r.row, r.done + steps)
-        counts, tokens = [], np.zeros((steps, len(decodes)), np.int32)
-        for i, r in enumerate(decodes):
-            drawn = [self.token(r, r.length + k) for k in range(steps)]
-            tokens[:, i] = drawn
-            ends = [k + 1 for k, t in enumerate(drawn) if t in r.eos]
-            counts.append(ends[0] if ends else steps)
-            if ends:  # what a real program would not have taken
-                pages = self.rows[r.row][0]
-                keep = ceil_div(r.done + counts[-1], self.page_size)
-                self.free += pages[keep:]
-                del pages[keep:]
-                self.rows[r.row][2] = r.done + counts[-1]
         first = [self.token(c.request, c.request.length) for c in chunks]
-        return Outcome(len(self.free), np.array(first, np.int32), tokens, np.array(counts, int))
+        for c, token in zip(chunks, first, strict=True):
+            if c.last and (c.request.remaining == 1 or token in c.request.eos):
+                self._end(c.request, closed)
+        drawn = [[self.token(r, r.length + k) for k in range(steps)] for r in decodes]
+        most = []  # tokens until each row's end, which may lie behind this program
+        for r, tokens in zip(decodes, drawn, strict=True):
+            assert r.done == r.length - 1
+            most.append(min([r.remaining, *(k + 1 for k, t in enumerate(tokens) if t in r.eos)]))
+        table = np.array(drawn, np.int32).reshape(len(decodes), steps)
+        if first_finish and decodes:
+            steps = min(steps, *most)
+        counts = [min(steps, m) for m in most]
+        for r, m, count in zip(decodes, most, counts, strict=True):
+            self._grow(r.row, r.done + count)
+            if count == m:
+                self._end(r, closed)
+        return Outcome(len(self.free), np.array(first, np.int32), table[:, :steps].T, np.array(counts, int), closed)
+
+    def _end(self, request, closed):
+        if self.closes:
+            self.close_row(request.row, 0)
+            closed.append(request)
 
     def row_slots(self, row, n):
         slots = np.array(self.rows[row][0], np.int32)[:, None] * self.page_size + np.arange(self.page_size)

@@ -82,6 +82,17 @@ def test_requests_that_can_not_fit_are_refused_and_the_rest_finish(small):
     assert (result.refused, result.finished) == (1, 12)
 
 
+def test_ledger_time_leaves_out_the_first_call_of_each_program(small):
+    names = []
+    replay = Replay(read_trace(small), ReplayOptions(3072), on_compile=names.append)
+    result = replay.run()
+    assert {"open", "run", "share_row", "close_row", "release_pages", "row_pages"} == set(names)
+    assert len(names) < replay.backend.programs
+    # Compiled or not in this process before, each first call counts apart.
+    assert result.compile_seconds > 0
+    assert 0 < result.ledger_seconds < result.wall_seconds - result.compile_seconds
+
+
 def test_a_broken_ledger_stops_the_replay(small):
     replay = Replay(read_trace(small), ReplayOptions(3072, check_every=1))
     close = replay.backend.close_row

@@ -1,5 +1,7 @@
 """The scheduler's rules, one by one, on a backend without a device."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -67,7 +69,7 @@ def test_what_can_never_fit_is_refused_at_arrival():
         narrow.submit(request(1, 14, 1))
 
 
-def test_admission_counts_pages_not_tokens():
+def test_b08_admission_counts_pages_not_tokens():
     scheduler, _ = make(1, page_size=128, cache=False)
     for rid in (1, 2):
         scheduler.submit(request(rid, 2, 2))
@@ -76,7 +78,7 @@ def test_admission_counts_pages_not_tokens():
     drain(scheduler)
 
 
-def test_a_chunk_inside_the_last_page_runs_with_no_page_free():
+def test_b08_a_chunk_inside_the_last_page_runs_with_no_page_free():
     scheduler, _ = make(1, page_size=64, cache=False, prefill_tokens=63)
     scheduler.submit(request(1, 64, 1))
     scheduler.step()
@@ -250,6 +252,42 @@ def test_a_program_ends_at_the_next_arrival_or_the_first_possible_finish():
     assert scheduler.step().steps == 32
     assert scheduler.step().steps == 50 - 1 - 5 - 32
     assert not scheduler.busy
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_long_programs_go_past_a_finish_unless_somebody_waits(closes):
+    backend = FakeBackend(100, 4, 2, closes=closes)
+    scheduler = Scheduler(backend, None, max_steps=32, long_programs=True)
+    a, b, c = request(1, 4, 6), request(2, 4, 40), request(3, 4, 3)
+    for r in (a, b, c):
+        scheduler.submit(r)
+    scheduler.step()
+    assert [r.rid for r in scheduler.step().finished] == [1]  # c waits: the program ends where a does
+    assert (b.length, a.length) == (4 + 6, 4 + 6)
+    scheduler.step()  # c is prefilled beside a step of b
+    assert [r.rid for r in scheduler.step().finished] == [3]  # b goes on in the same program
+    assert b.length == 4 + 6 + 1 + 32
+    drain(scheduler)
+    for r in (a, b, c):
+        assert r.output.tolist() == [backend.token(r, 4 + k) for k in range(r.max_new_tokens)]
+    ended(scheduler)
+
+
+def test_a_row_closed_too_early_stops_the_scheduler():
+    backend = FakeBackend(100, 4, closes=True)
+    scheduler = Scheduler(backend, None)
+    scheduler.submit(request(1, 4, 6))
+    scheduler.step()
+    run, (r,) = backend.run, scheduler.running
+
+    def wrong(*args, **how):
+        outcome = run(*args, **how)
+        backend.close_row(r.row, 0)
+        return dataclasses.replace(outcome, free_pages=len(backend.free), closed=[r])
+
+    backend.run = wrong
+    with pytest.raises(RuntimeError, match="is not over"):
+        scheduler.step(limit=1)
 
 
 @pytest.mark.parametrize("how", [{"prefill_tokens": 0}, {"max_steps": 0}, {"reserve_ratio": 1.5}])

@@ -17,14 +17,15 @@ def storm(seed, operations):
     """One scheduler through `operations` random steps, then to the end. Returns what happened."""
     rng = random.Random(seed)
     page_size, pages = rng.choice([1, 2, 4, 16]), rng.choice([1, 2, 5, 8, 16, 40])
-    backend = FakeBackend(pages, page_size, rng.choice([1, 4, 8, 8]))
     tree = RadixCache(page_size, policy=rng.choice(["lru", "lfu", "fifo"])) if rng.random() < 0.8 else None
+    backend = FakeBackend(pages, page_size, rng.choice([1, 4, 8, 8]), closes=tree is None and rng.random() < 0.5)
     scheduler = Scheduler(
         backend,
         tree,
         prefill_tokens=rng.choice([1, 5, 64]),
         reserve_ratio=rng.choice([0.0, 0.0, 0.3, 1.0]),
         max_steps=rng.choice([1, 4, 32]),
+        long_programs=rng.random() < 0.5,
     )
     stems = [np.array([rng.randrange(3) for _ in range(60)]) for _ in range(3)]
     accepted, seen = [], {"aborted": 0, "retracted": 0, "refused": 0, "evicted": 0}

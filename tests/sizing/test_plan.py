@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvjax import Ledger, PagedTokenToKVPoolAllocator, ReqToTokenPool, TokenToKVPoolAllocator
 from kvjax.pools import MHATokenToKOnlyPool, MHATokenToKVPool, MLATokenToKVPool
-from kvjax.sizing import LayerGroup, ModelShape, budget_bytes, plan_pools, swa_tokens
+from kvjax.sizing import LayerGroup, ModelShape, budget_bytes, default_pool_size, plan_pools, swa_tokens
 from kvjax.sizing.plan import allocator_bytes, request_table_bytes
 
 WINDOWED = ModelShape(
@@ -55,7 +55,7 @@ def ledger_bytes(plan, need_sort=False):
     st.sampled_from(["mha", "mha v", "k only", "mla", "mla 128"]),
     st.booleans(),
 )
-def test_what_is_built_fits_the_budget_and_one_page_more_would_not(budget, page_size, dtype, kind, need_sort):
+def test_b60_what_is_built_fits_the_budget_and_one_page_more_would_not(budget, page_size, dtype, kind, need_sort):
     align = 1
     how: dict[str, Any] = {"page_size": page_size, "dtype": dtype, "need_sort": need_sort}
     rows: dict[str, Any] = {"max_running": 8, "max_context_len": 512}
@@ -93,7 +93,7 @@ def test_every_kind_uses_its_budget_to_the_last_page(model, budget):
     assert plan.full_tokens % 16 == plan.swa_tokens % 16 == 0
 
 
-def test_the_index_keys_are_counted():
+def test_b60_the_index_keys_are_counted():
     with_index, without = (
         plan_pools(10**8, ModelShape.mla(num_layers=4, kv_lora_rank=512, qk_rope_head_dim=64, indexed=indexed))
         for indexed in (True, False)
@@ -102,7 +102,7 @@ def test_the_index_keys_are_counted():
     assert with_index.full_tokens < without.full_tokens
 
 
-def test_mapping_and_state_slots_are_counted_with_their_padding():
+def test_b60_mapping_and_state_slots_are_counted_with_their_padding():
     plan = plan_pools(10**7, WINDOWED, max_running=4)
     assert plan.bytes["window mapping"] == 4 * (plan.full_tokens + 16 + 1)
     assert plan.bytes["window pool"] == (plan.swa_tokens + 16) * 3 * 2 * 32 * 2
@@ -117,7 +117,7 @@ def test_rows_left_open_follow_sglang_but_never_crowd_out_the_pool():
     assert plan_pools(10**10, ModelShape.mha(**shape, context_len=1024)).rows == 4096
 
 
-def test_a_window_pool_below_window_and_page_is_refused():
+def test_b63_a_window_pool_below_window_and_page_is_refused():
     message = r"would hold 256 tokens.*window 128 \+ page 256 = 384"
     with pytest.raises(ValueError, match=message):
         swa_tokens(4096, ratio=0.1, window=128, page_size=256)
@@ -128,11 +128,13 @@ def test_a_window_pool_below_window_and_page_is_refused():
 
 
 @pytest.mark.parametrize("budget", [0, -5, 1, 5000])
-def test_a_budget_without_a_page_is_refused(budget):
+def test_b63_a_budget_without_a_page_is_refused(budget):
     with pytest.raises(ValueError, match=r"holds no page|positive number of bytes"):
         plan_pools(
             budget, ModelShape.mha(num_layers=2, num_kv_heads=2, head_dim=64), max_running=1, max_context_len=128
         )
+    with pytest.raises(ValueError, match=r"hold no page of 16 tokens at 1000 bytes each"):
+        default_pool_size(available_bytes=budget, cell_size=1000, page_size=16)
 
 
 def test_a_share_of_free_memory_is_a_budget_too():

@@ -1,18 +1,12 @@
-"""What the host decides, without a device: buckets, admission, retraction, refusals, books."""
+"""What is decided without a device: the bucket of a prefill, and which settings and requests are refused."""
 
-import dataclasses
 from typing import Any
 
 import pytest
 
+from models.buckets import Buckets
 from models.engine import EngineSettings
-from models.lanes import Report
-from models.scheduler import Books, Buckets, Request, Running, Scheduler, refuse_impossible
-
-
-def scheduler_for(**settings: Any) -> Scheduler:
-    shapes = EngineSettings(**settings).shapes()
-    return Scheduler(shapes, Books(shapes))
+from models.request import Request, refuse_impossible
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
@@ -68,34 +62,3 @@ def test_what_can_never_fit_is_refused():
         refuse_impossible([Request((1,) * 30, max_new_tokens=3)], shapes, 10)
     with pytest.raises(ValueError, match=r"outside 0 \.\. 9"):
         refuse_impossible([Request((10,), max_new_tokens=3)], shapes, 10)
-
-
-def test_admission_keeps_a_page_for_each_request_that_runs():
-    scheduler = scheduler_for(batch=3, page_size=4, max_context_len=32, pages=6)
-    scheduler.queue.extend(Running(i, Request((1,) * 8, 4)) for i in range(3))
-    scheduler.admit()
-    assert [r.index for r in scheduler.running] == [0, 1]  # 2 + 2 of 6 pages; a third would leave none to grow
-    assert [r.index for r in scheduler.queue] == [2]
-
-
-def test_the_newest_request_makes_room_and_comes_back_first():
-    scheduler = scheduler_for(batch=3, page_size=4, max_context_len=32)
-    scheduler.queue.extend(Running(i, Request((1,), 4)) for i in range(5))
-    scheduler.admit()
-    assert scheduler.retract().index == 2
-    assert [r.index for r in scheduler.queue] == [2, 3, 4]
-    scheduler.retract()
-    with pytest.raises(RuntimeError, match="runs alone"):
-        scheduler.retract()
-
-
-def test_books_that_disagree_with_the_device_stop_everything():
-    books = Books(EngineSettings(batch=2, page_size=4, max_context_len=32).shapes())
-    books.free_rows -= 1
-    books.grow(0, 9)
-    numbers: dict[str, Any] = dict.fromkeys((f.name for f in dataclasses.fields(Report)), 0)
-    sound = Report(**numbers | {"free_pages": 12, "staged_pages": 1, "free_rows": 1})
-    books.check(sound)
-    for wrong in ({"free_pages": 13}, {"free_rows": 2}, {"faults": 1}):
-        with pytest.raises(RuntimeError, match="this is a bug"):
-            books.check(dataclasses.replace(sound, **wrong))
