@@ -64,6 +64,19 @@ def count_distinct(ids: jax.Array, wanted: jax.Array) -> jax.Array:
     return once_if(jnp.any(wanted), counted, jnp.zeros((), jnp.int32))
 
 
+def all_distinct(ids: jax.Array, used: jax.Array) -> jax.Array:
+    """bool[]: no two used lanes hold the same id. One kernel, quadratic in the lanes; a batch is small."""
+    lane = jnp.arange(ids.shape[0])
+    same = (ids[:, None] == ids[None, :]) & used[:, None] & used[None, :] & (lane[:, None] != lane[None, :])
+    return ~jnp.any(same)
+
+
+def is_first(ids: jax.Array) -> jax.Array:
+    """bool[m]: no earlier lane holds the same id. Quadratic in the lanes."""
+    lane = jnp.arange(ids.shape[0])
+    return ~jnp.any((ids[:, None] == ids[None, :]) & (lane[None, :] < lane[:, None]), axis=1)
+
+
 def exclusive_rank(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(how many earlier lanes are set: i32[m], how many are set in all: i32[])."""
     m = mask.shape[0]

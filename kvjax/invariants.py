@@ -16,8 +16,10 @@ from jax.experimental import checkify
 from kvjax import freelist
 from kvjax.indexing import in_range, put
 from kvjax.layout import ceil_div, page_of, round_up
-from kvjax.ledger import WINDOW_FROM, Ledger
+from kvjax.ledger import WINDOW_FROM, Ledger, Table
 from kvjax.operation import int32, narrow, operation, state, unbatched
+from kvjax.rows import HybridReqToTokenPool
+from kvjax.rows.hybrid import EMPTY, NOTHING, STAGE
 
 MEANING = {
     "free_and_live": "on the free list and in a live row",
@@ -32,8 +34,17 @@ MEANING = {
     "free_row_has_tokens": "free rows that still have a length",
     "unpaired_token": "rows with tokens that a window may see and that have no slot on the window side",
     "broken_pair": "pages of the window side that are free and used at once, lost, or whose users are miscounted",
+    "slot_free_and_held": "state slots listed free (or put aside) and held by a row or from outside",
+    "slot_listed_twice": "state slots listed free more than once, or (0) entries that name no slot",
+    "slot_held_twice": "state slots held twice: by two rows, twice by one, or by a row and from outside",
+    "slot_lost": "state slots neither free nor held",
+    "broken_slots": "rows whose state slots do not exist, or that hold some and are free",
 }
-OF_ROWS = ("broken_entry", "committed_gt_allocated", "row_listed_twice", "free_row_has_tokens", "unpaired_token")
+OF_SLOTS = ("slot_free_and_held", "slot_listed_twice", "slot_held_twice", "slot_lost")
+OF_ROWS = (
+    *("broken_entry", "committed_gt_allocated", "row_listed_twice", "free_row_has_tokens"),
+    *("unpaired_token", "broken_slots"),
+)
 
 
 @state
@@ -52,6 +63,11 @@ class Invariants:
     free_row_has_tokens: jax.Array
     unpaired_token: jax.Array
     broken_pair: jax.Array
+    slot_free_and_held: jax.Array
+    slot_listed_twice: jax.Array
+    slot_held_twice: jax.Array
+    slot_lost: jax.Array
+    broken_slots: jax.Array
 
     def any(self) -> jax.Array:
         """bool[]: some rule is broken."""
@@ -59,45 +75,48 @@ class Invariants:
 
 
 @operation()
-def check_invariants(ledger: Ledger, tree_pages: jax.Array | None = None) -> Invariants:
+def check_invariants(
+    ledger: Ledger, tree_pages: jax.Array | None = None, tree_slots: jax.Array | None = None
+) -> Invariants:
     """Flags of the broken rules; O(pool + table), for tests and debugging.
 
     tree_pages: i32[k], pages that a prefix tree owns (0 = padding): rows may begin with them, and they may be in no
-    row at all.
+    row at all. tree_slots: i32[k], state slots that somebody other than a row holds (0 = padding).
     """
-    return Invariants(**{name: jnp.any(where) for name, where in _offenders(ledger, tree_pages).items()})
+    offenders = _offenders(ledger, tree_pages, tree_slots)
+    return Invariants(**{name: jnp.any(where) for name, where in offenders.items()})
 
 
-def report(ledger: Ledger, tree_pages: jax.Array | None = None) -> str:
-    """The broken rules with the pages or rows concerned, read to the host; "" for a sound ledger."""
+def report(ledger: Ledger, tree_pages: jax.Array | None = None, tree_slots: jax.Array | None = None) -> str:
+    """The broken rules with the pages, rows or state slots concerned, read to the host; "" for a sound ledger."""
     unbatched("report", ledger.lens, 2)
-    found = jax.device_get(_jitted_offenders(ledger, narrow(tree_pages)))
+    found = jax.device_get(_jitted_offenders(ledger, narrow(tree_pages), narrow(tree_slots)))
     lines = []
     for name in MEANING:  # jit returns dicts by alphabet
         ids = np.flatnonzero(found[name])
         if name == "listed_outside" and len(ids):
             lines.append(f"{name}: {MEANING[name]}")
         elif len(ids):
-            kind = "rows" if name in OF_ROWS else "pages"
+            kind = "rows" if name in OF_ROWS else "slots" if name in OF_SLOTS else "pages"
             shown = ", ".join(map(str, ids[:16])) + (f", ... ({len(ids)} in all)" if len(ids) > 16 else "")
             lines.append(f"{name}: {MEANING[name]}; {kind} {shown}")
     return "\n".join(lines)
 
 
-def assert_sound(ledger: Ledger, tree_pages: jax.Array | None = None) -> None:
+def assert_sound(ledger: Ledger, tree_pages: jax.Array | None = None, tree_slots: jax.Array | None = None) -> None:
     """`checkify.check` every rule: raises through `checkify.checkify` under jit, and at once outside."""
-    flags = check_invariants(ledger, tree_pages)
+    flags = check_invariants(ledger, tree_pages, tree_slots)
     for field in dataclasses.fields(flags):
         checkify.check(~getattr(flags, field.name), f"kvjax ledger: {field.name} ({MEANING[field.name]})")
 
 
-def _offenders(ledger: Ledger, tree_pages: jax.Array | None) -> dict[str, jax.Array]:
-    """For every rule, which pages (bool[num_pages + 1]) or rows (bool[size + 1]) break it."""
+def _offenders(ledger: Ledger, tree_pages: jax.Array | None, tree_slots: jax.Array | None) -> dict[str, jax.Array]:
+    """For every rule, which pages (bool[num_pages + 1]), rows (bool[size + 1]) or state slots break it."""
     table, ps, pages = ledger.table, ledger.page_size, ledger.allocator.num_pages
     listed, outside = ledger.allocator.owns_free_marks()
 
     free_row, no_row = freelist.occurrences(
-        table.free_rows_list, jnp.arange(table.size) < table.available_size(), table.size
+        table.free_rows_list, jnp.arange(table.size) < table.num_free_rows, table.size
     )
     row = jnp.arange(table.size + 1)
     live = (free_row == 0) & (row > 0)
@@ -143,6 +162,31 @@ def _offenders(ledger: Ledger, tree_pages: jax.Array | None) -> dict[str, jax.Ar
         "free_row_has_tokens": ~live & jnp.any(ledger.lens != 0, axis=1),
         "unpaired_token": unpaired,
         "broken_pair": pair,
+        **_slot_offenders(table, live, tree_slots),
+    }
+
+
+def _slot_offenders(table: Table, live: jax.Array, tree_slots: jax.Array | None) -> dict[str, jax.Array]:
+    """The rules of state slots: which slots (bool[slots + 1]) or rows break them; nothing without such slots."""
+    if not isinstance(table, HybridReqToTokenPool):
+        return {**dict.fromkeys(OF_SLOTS, jnp.zeros(1, bool)), "broken_slots": jnp.zeros(1, bool)}
+    listed, outside = table.slots.owns_free_marks()
+    holds = table.cursor[:, STAGE] != NOTHING
+    entries, used = table.working[:, None], holds[:, None]
+    if table.tracking is not None:
+        entries = jnp.concatenate([entries, table.tracking], axis=1)
+        used = jnp.concatenate([used, holds[:, None] & (table.tracking != EMPTY)], axis=1)
+    held, broken = _count(entries, used, table.slots.size)
+    if tree_slots is not None:
+        slots = int32("tree_slots", tree_slots, 1)
+        held += freelist.occurrences(slots, slots != 0, table.slots.size)[0]
+    real = jnp.arange(table.slots.size + 1) > 0
+    return {
+        "slot_free_and_held": (listed > 0) & (held > 0),
+        "slot_listed_twice": (listed > 1) | (~real & (outside > 0)),
+        "slot_held_twice": held > 1,
+        "slot_lost": real & (listed == 0) & (held == 0),
+        "broken_slots": broken | (holds & ~live),
     }
 
 

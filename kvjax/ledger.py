@@ -1,10 +1,11 @@
 """The ledger: a request table and an allocator as one pytree, and the operations that span both.
 
 `alloc_for_extend` and `alloc_for_decode` do what SGLang's functions of these names do on the host (rows, slots, table),
-inside the program; `release_rows` gives back everything a finished row owns. The ledger is generic over its allocator:
-it uses only `page_size`, `continues`, `alloc_extend`, `alloc_decode`, `free_page_ids`, `available_size` and `clear`.
-An allocator with a window side (kvjax.allocators.swa and its neighbours) has the questions of its section "what the
-ledger asks" besides. These branches are static: a ledger without a window side compiles to the program it had.
+inside the program; `release_rows` gives back everything a finished row owns, its slots of recurrent state included.
+The table may be a hybrid one. The ledger is generic over its allocator: it uses only `page_size`, `continues`,
+`alloc_extend`, `alloc_decode`, `free_page_ids`, `available_size` and `clear`. An allocator with a window side
+(kvjax.allocators.swa and its neighbours) has the questions of its section "what the ledger asks" besides. These
+branches are static: a ledger without a window side compiles to the program it had.
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ from kvjax.allocators import (
     SWATokenToKVPoolAllocator,
     TokenToKVPoolAllocator,
 )
+from kvjax.freelist import all_distinct, is_first
 from kvjax.indexing import put, put2, take, take2
 from kvjax.layout import NEW_ROW, NO_LOC, ceil_div, page_of, positive, round_down, round_up
 from kvjax.operation import int32, mask, once_if, operation, same_length, state, static
 from kvjax.ragged import lanes_of
-from kvjax.rows import ReqToTokenPool
+from kvjax.rows import HybridReqToTokenPool, ReqToTokenPool
 from kvjax.window import edge, give_back, needed_from
 
+Table = ReqToTokenPool | HybridReqToTokenPool
 WindowAllocator = SWATokenToKVPoolAllocator | PureSWATokenToKVPoolAllocator | SWARingTokenToKVPoolAllocator
 Allocator = PagedTokenToKVPoolAllocator | TokenToKVPoolAllocator | WindowAllocator
 
@@ -39,7 +42,7 @@ COMMITTED, ALLOCATED, OWNED_FROM, WINDOW_FROM = range(4)  # columns of `lens`; t
 class Ledger:
     """Who holds what: rows, the slots of their tokens, and how much of each row is its own."""
 
-    table: ReqToTokenPool
+    table: Table
     allocator: Any  # one of `Allocator`
     # i32[size + 1, 3], tokens: committed, allocated, owned_from of each row; 0 for free rows. With a window side there
     # is a fourth column, window_from: the window layers hold the row's tokens from there on.
@@ -47,13 +50,13 @@ class Ledger:
     window: int | None = static(default=None)  # tokens that a window layer sees; None: nothing is ever released early
 
     @classmethod
-    def create(cls, table: ReqToTokenPool, allocator: Allocator, window: int | None = None) -> Ledger:
+    def create(cls, table: Table, allocator: Allocator, window: int | None = None) -> Ledger:
         """A ledger without live rows over a fresh request table and a fresh allocator.
 
         window: tokens that a window layer sees, the newest included; None keeps everything (and is all that an
         allocator without a window side allows). ValueError for other types, and when it does not fit the allocator.
         """
-        if not isinstance(table, ReqToTokenPool) or not isinstance(allocator, Allocator):
+        if not isinstance(table, Table) or not isinstance(allocator, Allocator):
             raise ValueError(
                 f"a ledger is made of a request table and an allocator, got {type(table).__name__} and "
                 f"{type(allocator).__name__}; pass Ledger.create(ReqToTokenPool, allocator)."
@@ -184,7 +187,7 @@ def alloc_for_extend(
         & _may_continue(prefix, own, ps, grows)
         & ledger.allocator.continues(prefix, last, grows)
     )
-    legal &= _distinct(rows, held) & (jnp.sum(wants, dtype=jnp.int32) <= table.available_size())
+    legal &= all_distinct(rows, held) & (jnp.sum(wants, dtype=jnp.int32) <= table.available_size())
     if ledger.slides:
         first = needed_from(prefix, ledger.window)
         there = ledger.allocator.window_there(first, now[:, WINDOW_FROM], now[:, ALLOCATED])
@@ -237,8 +240,7 @@ def alloc_for_extend(
         begin = jnp.where(wants, begin, jnp.minimum(now[:, WINDOW_FROM], round_up(prefix, ps)))
         after.append(jnp.maximum(begin, allocator.overwritten(seq)))
     lens = put(ledger.lens, rows, jnp.stack(after, axis=1), valid=ok & (wants | grows), lower=1)
-    table = dataclasses.replace(table, req_to_token=entries)
-    return Ledger(table, allocator, lens, ledger.window), rows, loc, ok
+    return Ledger(table.with_entries(entries), allocator, lens, ledger.window), rows, loc, ok
 
 
 @operation("implementation")
@@ -265,7 +267,7 @@ def alloc_for_decode(
         | table.is_live(rows)
         & (position < table.max_context_len)
         & (now[:, OWNED_FROM] <= round_down(position, ps))  # the token's page is the row's own
-    ) & _distinct(rows, live)
+    ) & all_distinct(rows, live)
     if ledger.slides:
         ledger = give_back(ledger, rows, position, live & legal, pages=1)
         table, now = ledger.table, take(ledger.lens, rows)
@@ -282,7 +284,7 @@ def alloc_for_decode(
     if ledger.slides:
         after.append(jnp.maximum(now[:, WINDOW_FROM], allocator.overwritten(position + 1)))
     lens = put(ledger.lens, rows, jnp.stack(after, axis=1), valid=done, lower=1)
-    out = Ledger(dataclasses.replace(table, req_to_token=entries), allocator, lens, ledger.window)
+    out = Ledger(table.with_entries(entries), allocator, lens, ledger.window)
     return out, jnp.where(done, loc, 0), jnp.where(done, position, 0), ok
 
 
@@ -294,7 +296,7 @@ def release_rows(ledger: Ledger, rows: jax.Array) -> Ledger:
     changes nothing and counts in the table's faults.
     """
     rows, table, ps = int32("rows", rows, 1), ledger.table, ledger.page_size
-    used = table.is_live(rows) & _first(rows)
+    used = table.is_live(rows) & is_first(rows)
     now = take(ledger.lens, rows)
     owned = used & (now[:, ALLOCATED] > now[:, OWNED_FROM])
 
@@ -324,7 +326,7 @@ def set_committed(ledger: Ledger, rows: jax.Array, committed_lens: jax.Array) ->
     if ledger.slides:
         first = needed_from(wanted, ledger.window)
         legal &= ~used | ledger.allocator.window_there(first, now[:, WINDOW_FROM], now[:, ALLOCATED])
-    ok = jnp.all(legal) & _distinct(rows, used)
+    ok = jnp.all(legal) & all_distinct(rows, used)
     lens = put(ledger.lens, rows, now.at[:, COMMITTED].set(wanted), valid=ok, lower=1)
     return dataclasses.replace(ledger, lens=lens), ok
 
@@ -335,7 +337,7 @@ def _may_continue(prefix: jax.Array, owned_from: jax.Array, page_size: int, grow
 
 
 def _row_pages(
-    table: ReqToTokenPool, rows: jax.Array, start: jax.Array, end: jax.Array, used: jax.Array, page_size: int
+    table: Table, rows: jax.Array, start: jax.Array, end: jax.Array, used: jax.Array, page_size: int
 ) -> jax.Array:
     """i32[m * pages per row]: pages of tokens [start, end) of each used row, row after row; 0 elsewhere."""
     first = jnp.arange(ceil_div(table.max_context_len, page_size), dtype=jnp.int32) * page_size
@@ -343,16 +345,3 @@ def _row_pages(
     held = used[:, None] & (column >= start[:, None]) & (column < end[:, None])
     slot = take2(table.req_to_token, jnp.broadcast_to(rows[:, None], column.shape), column)
     return jnp.where(held, page_of(slot, page_size), 0).reshape(-1)
-
-
-def _distinct(rows: jax.Array, used: jax.Array) -> jax.Array:
-    """bool[]: no two used lanes name the same row. One kernel; a batch is small."""
-    lane = jnp.arange(rows.shape[0])
-    same = (rows[:, None] == rows[None, :]) & used[:, None] & used[None, :] & (lane[:, None] != lane[None, :])
-    return ~jnp.any(same)
-
-
-def _first(rows: jax.Array) -> jax.Array:
-    """bool[m]: no earlier lane names the same row."""
-    lane = jnp.arange(rows.shape[0])
-    return ~jnp.any((rows[:, None] == rows[None, :]) & (lane[None, :] < lane[:, None]), axis=1)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from kvjax.indexing import put, put2, take, take2
 from kvjax.layout import INT32_MIN, page_of, positive, round_down
 from kvjax.operation import int32, once_if, operation
-from kvjax.rows import ReqToTokenPool
+from kvjax.rows import HybridReqToTokenPool, ReqToTokenPool
 
 ALLOCATED, OWNED_FROM, WINDOW_FROM = 1, 2, 3  # columns of Ledger.lens
 
@@ -56,7 +56,7 @@ def give_back(ledger: Any, rows: jax.Array, written: jax.Array, used: jax.Array,
     allocator = once_if(jnp.any(page > 0), lambda a: a.free_swa_page_ids(page), allocator)
     if allocator.forgets_window:  # a minimum, for XLA's CPU backend would copy the table to write a constant
         entries = put2(table.req_to_token, row, column, jnp.minimum(slot, 0), valid=gone)
-        table = dataclasses.replace(table, req_to_token=entries)
+        table = table.with_entries(entries)
     lens = put(ledger.lens, rows, now.at[:, WINDOW_FROM].set(stop), valid=used, lower=1)
     return dataclasses.replace(ledger, table=table, allocator=allocator, lens=lens)
 
@@ -117,6 +117,6 @@ def window_pages(ledger: Any, rows: jax.Array, first_page: jax.Array, *, count: 
     return jnp.where(there, page_of(loc, ps), 0)
 
 
-def _full_loc(table: ReqToTokenPool, rows: jax.Array, positions: jax.Array) -> jax.Array:
+def _full_loc(table: ReqToTokenPool | HybridReqToTokenPool, rows: jax.Array, positions: jax.Array) -> jax.Array:
     inside = (rows > 0) & (positions >= 0) & (positions < table.max_context_len)
     return jnp.where(inside, take2(table.req_to_token, rows, positions), 0)

@@ -42,8 +42,9 @@ class GQAttention(nnx.Module):
         """x: [b, t, hidden] -> (q [b, t, Hq, D], k [b, t, Hkv, D], v [b, t, Hkv, Dv]), before norms and rotation."""
         c = self.config
         heads = ((c.num_heads, c.head_dim), (c.num_kv_heads, c.head_dim), (c.num_kv_heads, c.v_head_dim))
-        q, k, v = split(self.qkv(x), *(n * d for n, d in heads))
-        return tuple(part.reshape(*x.shape[:-1], *shape) for part, shape in zip((q, k, v), heads, strict=True))
+        parts = split(self.qkv(x), *(n * d for n, d in heads))
+        q, k, v = (part.reshape(*x.shape[:-1], *shape) for part, shape in zip(parts, heads, strict=True))
+        return q, k, v
 
     def __call__(self, x, positions, angles, pool, batch: Batch, *, implementation: str | None = None):
         """x: [b, t, hidden]; positions: i32[b, t]; angles: see `rope_angles`. Returns ([b, t, hidden], pool)."""

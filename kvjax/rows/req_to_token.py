@@ -64,6 +64,15 @@ class ReqToTokenPool:
         """i32[]: free rows."""
         return self.counters[..., FREE]
 
+    @property
+    def num_free_rows(self) -> jax.Array:
+        """i32[]: free rows, as entries of `free_rows_list`."""
+        return self.counters[..., FREE]
+
+    def with_entries(self, req_to_token: jax.Array) -> ReqToTokenPool:
+        """The table with these entries instead: i32[size + 1, max_context_len]."""
+        return dataclasses.replace(self, req_to_token=req_to_token)
+
     def to_list(self) -> list[int]:
         """The free list, oldest entry first, read to the host."""
         return np.asarray(self.free_rows_list)[: int(np.asarray(self.counters)[FREE])].tolist()

@@ -65,6 +65,38 @@ def test_b04_a_row_goes_back_once_with_everything_it_was_given(page_size):
     assert int(backend.ledger.faults) == 0
 
 
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_b04_a_row_that_was_set_back_gave_everything_back_once(page_size):
+    backend = LedgerBackend(ledger(20, page_size))
+    scheduler = Scheduler(backend, None, max_steps=2)
+    requests = [Request(i, np.arange(3) + 10 * i, 9) for i in range(3)]
+    for r in requests:
+        scheduler.submit(r)
+    while scheduler.busy:
+        scheduler.step()
+        held = sum(r.owned_pages(page_size) for r in scheduler.running) * page_size
+        assert available(backend.ledger) == scheduler.capacity.available_size() == 20 - held
+    assert not bool(check_invariants(backend.ledger).any())
+    assert sum(r.retractions for r in requests) > 0
+    assert [len(r.output) for r in requests] == [9, 9, 9]
+    assert (available(backend.ledger), int(backend.ledger.faults)) == (20, 0)
+
+
+def test_b08_the_second_of_two_short_requests_waits_for_a_page_of_its_own():
+    backend = LedgerBackend(ledger(128, 128))
+    scheduler = Scheduler(backend, None)
+    first, second = (Request(i, np.arange(2) + i, 4) for i in range(2))
+    scheduler.submit(first)
+    scheduler.submit(second)
+    while first in scheduler.running or first in scheduler.waiting:
+        report = scheduler.step()
+        assert second not in report.admitted
+    assert scheduler.step().admitted == [second]
+    while scheduler.busy:
+        scheduler.step()
+    assert (len(second.output), second.retractions, available(backend.ledger)) == (4, 0, 128)
+
+
 def test_b08_growing_inside_the_last_page_needs_no_page():
     assert num_new_pages([63], [64], page_size=64) == 0
     assert num_new_pages([0, 0], [2, 2], page_size=128) == 2
@@ -125,8 +157,10 @@ def test_b71_a_running_prefix_is_not_evicted():
     assert tree.evict(100) == []
     assert r.node is not None
     tree.unlock(r.node)
+    assert (tree.evictable, tree.protected) == (8, 0)
     with pytest.raises(ValueError, match="not locked"):
         tree.unlock(r.node)
+    assert (tree.evictable, tree.protected) == (8, 0)
 
 
 def test_b73_a_prompt_below_a_page_is_never_cached():
