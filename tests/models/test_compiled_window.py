@@ -66,9 +66,12 @@ def walked(account, pool, ledger, slots: int) -> list:
     ]
 
 
-@pytest.mark.parametrize("mode", ["dual", "ring"])
-@pytest.mark.parametrize("kind", ["decode", "extend"])
-@pytest.mark.parametrize("platform", ["cpu", pytest.param("h200", marks=pytest.mark.aot)])
+CASES = [(kind, mode, "cpu") for kind in ("decode", "extend") for mode in ("dual", "ring")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode", "platform"), [*CASES, pytest.param("decode", "dual", "h200", marks=pytest.mark.aot)]
+)
 def test_pools_and_mapping_stay_in_place_at_every_size(kind, mode, platform):
     if platform == "h200":
         available, why = h200_available()
