@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.indexing import in_range, parked, take
+from kvjax.indexing import in_range, parked, take_short
 from kvjax.layout import INT32_MAX, INT32_MIN
 from kvjax.operation import once_if
 
@@ -33,12 +33,20 @@ def is_free(
     num_staged: jax.Array | None = None,
 ) -> jax.Array:
     """bool, shape of ids: the id lies in stack[:count] (or in staged[:num_staged]). False for ids out of range."""
-    at = take(pos, ids)
-    found = in_range(at, count) & (take(stack, at) == ids)
+    at = take_short(pos, ids)
+    found = in_range(at, count) & (take_short(stack, at) == ids)
     if staged is not None and num_staged is not None:
         back = staged_at(at)  # its own inverse
-        found |= in_range(back, num_staged) & (take(staged, back) == ids)
+        found |= in_range(back, num_staged) & (take_short(staged, back) == ids)
     return found & in_range(ids, pos.shape[0], 1)
+
+
+def two_or_more(lanes: jax.Array, fill: int | bool = 0) -> jax.Array:
+    """[max(m, 2)]: a single lane gets padding beside it.
+
+    XLA's CPU backend writes a single entry by a slice, and copies the whole list where it is read in the same program.
+    """
+    return lanes if lanes.shape[0] != 1 else jnp.pad(lanes, (0, 1), constant_values=fill)
 
 
 def first_occurrences(ids: jax.Array, pos: jax.Array, candidates: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -50,7 +58,7 @@ def first_occurrences(ids: jax.Array, pos: jax.Array, candidates: jax.Array) -> 
     """
     lane = jnp.arange(ids.shape[0], dtype=jnp.int32) + INT32_MIN  # below every witness value
     marked = pos.at[parked(ids, pos.shape[0], candidates)].min(lane, mode="drop")
-    return marked, candidates & (take(marked, ids) == lane)
+    return marked, candidates & (take_short(marked, ids) == lane)
 
 
 def count_distinct(ids: jax.Array, wanted: jax.Array) -> jax.Array:

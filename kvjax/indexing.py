@@ -56,10 +56,17 @@ def put2(array: jax.Array, row: jax.Array, col: jax.Array, values, *, valid: jax
 
 def take(array: jax.Array, idx: jax.Array) -> jax.Array:
     """array[idx] along axis 0, shape idx.shape + array.shape[1:]; entry 0, the padding, where idx is outside."""
+    return _gathered(array, jnp.where(in_range(idx, array.shape[0]), idx, 0))
+
+
+def take_short(array: jax.Array, idx: jax.Array) -> jax.Array:
+    """`take` for a read that is short beside a list as long as the pool; on a CPU its cost does not grow with the list.
+
+    For lists that the same program also writes: of one that is only read, XLA may make a copy.
+    """
     at = jnp.where(in_range(idx, array.shape[0]), idx, 0)
-    if array.ndim != 1 or at.size == 0:
-        return _gathered(array, at)
-    return _gathered_on_one_thread(array, at)
+    # One entry is never split, and XLA reads it by a slice.
+    return _gathered(array, at) if array.ndim != 1 or at.size < 2 else _gathered_on_one_thread(array, at)
 
 
 def _gathered(array: jax.Array, at: jax.Array) -> jax.Array:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.indexing import in_range, parked, put, put2, take, take2
+from kvjax.indexing import in_range, parked, put, put2, take, take2, take_short
 from kvjax.layout import INT32_MAX
 
 OUTSIDE = [-1, -4, -5, 4, 5, INT32_MAX, -(2**31)]
@@ -70,8 +70,8 @@ POOL = 1 << 18  # entries: a MiB, which XLA's CPU backend takes for enough work 
 
 def _pool_reads(array, idx):
     """Two reads that depend on each other, with arithmetic to fuse with, as a free list's witness is read."""
-    found = take(array, idx)
-    return jnp.where((take(array, found) == idx) & (found > 3), found, 0)
+    found = take_short(array, idx)
+    return jnp.where((take_short(array, found) == idx) & (found > 3), found, 0)
 
 
 def test_take_from_a_pool_sized_list_reads_what_numpy_reads():
@@ -81,14 +81,14 @@ def test_take_from_a_pool_sized_list_reads_what_numpy_reads():
     idx[0, :4] = 0, -1, POOL - 1, POOL
     expected = array[np.where((idx >= 0) & (idx < POOL), idx, 0)]
     for wrap in (lambda f: f, jax.jit):
-        np.testing.assert_array_equal(wrap(take)(jnp.array(array), jnp.array(idx)), expected)
-        np.testing.assert_array_equal(wrap(jax.vmap(take, (None, 0)))(jnp.array(array), jnp.array(idx)), expected)
+        np.testing.assert_array_equal(wrap(take_short)(jnp.array(array), jnp.array(idx)), expected)
+        np.testing.assert_array_equal(wrap(jax.vmap(take_short, (None, 0)))(jnp.array(array), jnp.array(idx)), expected)
 
 
 def test_take_under_vmap_reads_and_writes_nothing_else():
     arrays = jnp.arange(3 * POOL, dtype=jnp.int32).reshape(3, POOL)
     idx = jnp.array([[0, POOL - 1], [5, -1], [POOL, 7]], jnp.int32)
-    compiled = jax.jit(jax.vmap(take)).lower(arrays, idx).compile()
+    compiled = jax.jit(jax.vmap(take_short)).lower(arrays, idx).compile()
     assert compiled(arrays, idx).tolist() == [[0, POOL - 1], [POOL + 5, POOL], [2 * POOL, 2 * POOL + 7]]
     memory = compiled.memory_analysis()
     assert memory is not None

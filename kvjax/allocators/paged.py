@@ -324,6 +324,7 @@ class PagedTokenToKVPoolAllocator:
         """Release a set of pages, ascending, each once. `usual`: how many distinct pages to expect at most."""
         if page.shape[0] == 0:
             return self
+        page, padding = freelist.two_or_more(page), freelist.two_or_more(padding, fill=True)
         candidates = ~padding & in_range(page, self.num_pages + 1, 1) & ~self.is_free(page)
         pos, fresh = freelist.first_occurrences(page, self.pos, candidates)
         faults = freelist.count_distinct(page, ~padding & ~candidates)
@@ -345,6 +346,7 @@ class PagedTokenToKVPoolAllocator:
         """Release pages in the given order; a second copy and what is already free are faults."""
         if pages.shape[0] == 0:
             return self
+        pages = freelist.two_or_more(pages)
         candidates = in_range(pages, self.num_pages + 1, 1) & ~self.is_free(pages)
         pos, fresh = freelist.first_occurrences(pages, self.pos, candidates)
         faults = freelist.count_distinct(pages, (pages != 0) & ~fresh)

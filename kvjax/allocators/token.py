@@ -12,11 +12,12 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import ArrayLike
 
 from kvjax import freelist
 from kvjax.allocators.capacity import Capacity
-from kvjax.indexing import in_range, put, take
+from kvjax.indexing import in_range, put, take, take_short
 from kvjax.layout import capacity_of, check_start_pos, pool_slots
 from kvjax.operation import int32, mask, narrow, once_if, operation, same_length, state, static, unbatched
 
@@ -113,13 +114,13 @@ class TokenToKVPoolAllocator:
 
     def is_free(self, slots: jax.Array) -> jax.Array:
         """bool, shape of slots: the slot is free or staged; False for ids out of range."""
-        at = take(self.pos, slots)
+        at = take_short(self.pos, slots)
         behind_head = at - self.counters[HEAD]
         behind_head = jnp.where(behind_head < 0, behind_head + self.size, behind_head)
-        found = in_range(at, self.size) & (behind_head < self.free_pages) & (take(self.ring, at) == slots)
+        found = in_range(at, self.size) & (behind_head < self.free_pages) & (take_short(self.ring, at) == slots)
         if self.staged is not None:
             back = freelist.staged_at(at)
-            found |= in_range(back, self.staged_pages) & (take(self.staged, back) == slots)
+            found |= in_range(back, self.staged_pages) & (take_short(self.staged, back) == slots)
         return found & in_range(slots, self.size + 1, 1)
 
     def owns_free_marks(self) -> tuple[jax.Array, jax.Array]:
@@ -181,10 +182,21 @@ class TokenToKVPoolAllocator:
         ok = legal & (need <= now.free_pages)
         taken = jnp.where(ok, need, 0)
         rank = jnp.arange(width, dtype=jnp.int32)
-        loc = jnp.where(rank < taken, take(now.ring, now._at(rank)), 0)
+        loc = jnp.where(rank < taken, now._front(rank, width), 0)
         head = now._at(taken)
         counters = now.counters.at[HEAD].set(jnp.where(head == self.size, 0, head)).at[FREE].add(-taken)
         return dataclasses.replace(now, counters=counters), loc, ok
+
+    def _front(self, rank: jax.Array, width: int) -> jax.Array:
+        """The slot that is handed out as the rank-th next, i32, shape of rank; rank below `width` where it is used.
+
+        Read through two windows of the ring, at its head and at its beginning, where the head's one wraps to.
+        """
+        width, head = min(width, self.size), self.counters[HEAD]
+        start = jnp.minimum(head, self.size - width)
+        window = jnp.concatenate([lax.dynamic_slice(self.ring, (start,), (width,)), self.ring[:width]])
+        at = head + rank
+        return take(window, jnp.where(at < self.size, at - start, at - self.size + width))
 
     def continues(self, prefix: jax.Array, last: jax.Array, used: jax.Array) -> jax.Array:
         """bool[b]: every lane does, for a prefix never ends inside a page of one token."""
@@ -228,6 +240,7 @@ class TokenToKVPoolAllocator:
     def _free(self, slots: jax.Array) -> TokenToKVPoolAllocator:
         if slots.shape[0] == 0:
             return self
+        slots = freelist.two_or_more(slots)
         candidates = in_range(slots, self.size + 1, 1) & ~self.is_free(slots)
         pos, fresh = freelist.first_occurrences(slots, self.pos, candidates)
         faults = freelist.count_distinct(slots, (slots != 0) & ~fresh)
