@@ -18,6 +18,7 @@ NAMES = {
     "write": "a KV write in every dtype, 2^12 to 2^20 slots",
     "decode": "the same decoder on paged pools and on a contiguous cache",
     "compiled": "alias bytes, temporary bytes and kernels of the compiled programs (CPU and, deviceless, H200)",
+    "swa": "pages held per layer kind while a sequence grows, and tokens served by a budget, with sliding windows",
     "replay": "radix cache and ledger on a real trace, and one scheduling step",
     "smollm2": "prefill and decode of SmolLM2-135M, batch 1 and 6, and its bare matmuls",
     "against_torch": "the same beside torch with transformers' generate (KVJAX_TORCH_PYTHON names its Python)",

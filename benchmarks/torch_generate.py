@@ -3,6 +3,8 @@
 Runs in an environment of its own (torch, transformers, gguf, accelerate), so it imports nothing of this project.
 Usage: python torch_generate.py MODEL.gguf IO.npz NEW_TOKENS ROUNDS
 """
+# pyright: reportMissingImports=false
+# torch and transformers are in that other environment.
 
 import json
 import os

@@ -7,6 +7,9 @@ kvjax.ledger ties a request table and an allocator together; kvjax.invariants ch
 
 from kvjax.allocators import MambaSlotAllocator as MambaSlotAllocator
 from kvjax.allocators import PagedTokenToKVPoolAllocator as PagedTokenToKVPoolAllocator
+from kvjax.allocators import PureSWATokenToKVPoolAllocator as PureSWATokenToKVPoolAllocator
+from kvjax.allocators import SWARingTokenToKVPoolAllocator as SWARingTokenToKVPoolAllocator
+from kvjax.allocators import SWATokenToKVPoolAllocator as SWATokenToKVPoolAllocator
 from kvjax.allocators import TokenToKVPoolAllocator as TokenToKVPoolAllocator
 from kvjax.allocators import segment_pages as segment_pages
 from kvjax.invariants import check_invariants as check_invariants
@@ -21,3 +24,6 @@ from kvjax.recurrent import take_slots as take_slots
 from kvjax.recurrent import take_state as take_state
 from kvjax.rows import HybridReqToTokenPool as HybridReqToTokenPool
 from kvjax.rows import ReqToTokenPool as ReqToTokenPool
+from kvjax.window import release_window as release_window
+from kvjax.window import window_loc as window_loc
+from kvjax.window import window_pages as window_pages

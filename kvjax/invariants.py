@@ -16,7 +16,7 @@ from jax.experimental import checkify
 from kvjax import freelist
 from kvjax.indexing import in_range, put
 from kvjax.layout import ceil_div, page_of, round_up
-from kvjax.ledger import Ledger, Table
+from kvjax.ledger import WINDOW_FROM, Ledger, Table
 from kvjax.operation import int32, narrow, operation, state, unbatched
 from kvjax.rows import HybridReqToTokenPool
 from kvjax.rows.hybrid import EMPTY, NOTHING, STAGE
@@ -32,6 +32,8 @@ MEANING = {
     "committed_gt_allocated": "rows with more committed than allocated tokens, or lengths outside the row",
     "row_listed_twice": "rows listed free more than once, or that do not exist",
     "free_row_has_tokens": "free rows that still have a length",
+    "unpaired_token": "rows with tokens that a window may see and that have no slot on the window side",
+    "broken_pair": "pages of the window side that are free and used at once, lost, or whose users are miscounted",
     "slot_free_and_held": "state slots listed free (or put aside) and held by a row or from outside",
     "slot_listed_twice": "state slots listed free more than once, or (0) entries that name no slot",
     "slot_held_twice": "state slots held twice: by two rows, twice by one, or by a row and from outside",
@@ -39,7 +41,10 @@ MEANING = {
     "broken_slots": "rows whose state slots do not exist, or that hold some and are free",
 }
 OF_SLOTS = ("slot_free_and_held", "slot_listed_twice", "slot_held_twice", "slot_lost")
-OF_ROWS = ("broken_entry", "committed_gt_allocated", "row_listed_twice", "free_row_has_tokens", "broken_slots")
+OF_ROWS = (
+    *("broken_entry", "committed_gt_allocated", "row_listed_twice", "free_row_has_tokens"),
+    *("unpaired_token", "broken_slots"),
+)
 
 
 @state
@@ -56,6 +61,8 @@ class Invariants:
     committed_gt_allocated: jax.Array
     row_listed_twice: jax.Array
     free_row_has_tokens: jax.Array
+    unpaired_token: jax.Array
+    broken_pair: jax.Array
     slot_free_and_held: jax.Array
     slot_listed_twice: jax.Array
     slot_held_twice: jax.Array
@@ -118,6 +125,17 @@ def _offenders(ledger: Ledger, tree_pages: jax.Array | None, tree_slots: jax.Arr
     column = jnp.arange(ceil_div(table.max_context_len, ps), dtype=jnp.int32) * ps
     page = page_of(table.req_to_token[:, ::ps], ps)
     used = live[:, None] & (column < allocated[:, None])
+    position = jnp.arange(table.max_context_len, dtype=jnp.int32)
+    inside = live[:, None] & (position < allocated[:, None])
+    unpaired, pair = jnp.zeros(live.shape, bool), jnp.zeros(1, bool)
+    if ledger.slides:
+        allocator, begin = ledger.allocator, ledger.lens[:, WINDOW_FROM, None]
+        if allocator.forgets_window:  # what a window release gave back, the table does not name any more
+            used &= (column >= begin) | (page != 0)
+            inside &= (position >= begin) | (table.req_to_token != 0)
+        slot = allocator.window_loc(*jnp.broadcast_arrays(row[:, None], position), table.req_to_token)
+        unpaired = jnp.any(inside & (position >= begin) & (slot <= 0), axis=1)
+        pair = allocator.broken_pairs()
     owned_by, bad_page = _count(page, used & (column >= own[:, None]), pages)
     borrowed_by, bad_borrowed = _count(page, used & (column < own[:, None]), pages)
 
@@ -126,9 +144,7 @@ def _offenders(ledger: Ledger, tree_pages: jax.Array | None, tree_slots: jax.Arr
         tree = put(tree, int32("tree_pages", tree_pages, 1), True, lower=1)
     real = jnp.arange(pages + 1) > 0
 
-    position = jnp.arange(table.max_context_len, dtype=jnp.int32)
     head = jnp.repeat(page * ps, ps, axis=1, total_repeat_length=page.shape[1] * ps)[:, : table.max_context_len]
-    inside = live[:, None] & (position < allocated[:, None])
     broken = jnp.any(inside & (table.req_to_token != head + position % ps), axis=1)
     lengths = (committed > allocated) | (committed < 0) | (allocated > table.max_context_len)
     lengths |= (own < 0) | (own % ps != 0) | (own > round_up(allocated, ps))
@@ -144,6 +160,8 @@ def _offenders(ledger: Ledger, tree_pages: jax.Array | None, tree_slots: jax.Arr
         "committed_gt_allocated": live & lengths,
         "row_listed_twice": (free_row > 1) | ((row == 0) & (no_row > 0)),
         "free_row_has_tokens": ~live & jnp.any(ledger.lens != 0, axis=1),
+        "unpaired_token": unpaired,
+        "broken_pair": pair,
         **_slot_offenders(table, live, tree_slots),
     }
 

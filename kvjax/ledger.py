@@ -3,7 +3,9 @@
 `alloc_for_extend` and `alloc_for_decode` do what SGLang's functions of these names do on the host (rows, slots, table),
 inside the program; `release_rows` gives back everything a finished row owns, its slots of recurrent state included.
 The table may be a hybrid one. The ledger is generic over its allocator: it uses only `page_size`, `continues`,
-`alloc_extend`, `alloc_decode`, `free_page_ids`, `available_size` and `clear`.
+`alloc_extend`, `alloc_decode`, `free_page_ids`, `available_size` and `clear`. An allocator with a window side
+(kvjax.allocators.swa and its neighbours) has the questions of its section "what the ledger asks" besides. These
+branches are static: a ledger without a window side compiles to the program it had.
 """
 
 from __future__ import annotations
@@ -14,18 +16,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvjax.allocators import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+from kvjax.allocators import (
+    PagedTokenToKVPoolAllocator,
+    PureSWATokenToKVPoolAllocator,
+    SWARingTokenToKVPoolAllocator,
+    SWATokenToKVPoolAllocator,
+    TokenToKVPoolAllocator,
+)
 from kvjax.freelist import all_distinct, is_first
 from kvjax.indexing import put, put2, take, take2
 from kvjax.layout import NEW_ROW, NO_LOC, ceil_div, page_of, positive, round_down, round_up
-from kvjax.operation import int32, mask, once_if, operation, same_length, state
+from kvjax.operation import int32, mask, once_if, operation, same_length, state, static
 from kvjax.ragged import lanes_of
 from kvjax.rows import HybridReqToTokenPool, ReqToTokenPool
+from kvjax.window import edge, give_back, needed_from
 
 Table = ReqToTokenPool | HybridReqToTokenPool
-Allocator = PagedTokenToKVPoolAllocator | TokenToKVPoolAllocator
+WindowAllocator = SWATokenToKVPoolAllocator | PureSWATokenToKVPoolAllocator | SWARingTokenToKVPoolAllocator
+Allocator = PagedTokenToKVPoolAllocator | TokenToKVPoolAllocator | WindowAllocator
 
-COMMITTED, ALLOCATED, OWNED_FROM = range(3)  # columns of `lens`
+COMMITTED, ALLOCATED, OWNED_FROM, WINDOW_FROM = range(4)  # columns of `lens`; the last one only with a window side
 
 
 @state
@@ -33,18 +43,39 @@ class Ledger:
     """Who holds what: rows, the slots of their tokens, and how much of each row is its own."""
 
     table: Table
-    allocator: Allocator
-    lens: jax.Array  # i32[size + 1, 3], tokens: committed, allocated, owned_from of each row; 0 for free rows
+    allocator: Any  # one of `Allocator`
+    # i32[size + 1, 3], tokens: committed, allocated, owned_from of each row; 0 for free rows. With a window side there
+    # is a fourth column, window_from: the window layers hold the row's tokens from there on.
+    lens: jax.Array
+    window: int | None = static(default=None)  # tokens that a window layer sees; None: nothing is ever released early
 
     @classmethod
-    def create(cls, table: Table, allocator: Allocator) -> Ledger:
-        """A ledger without live rows over a fresh request table and a fresh allocator; ValueError for other types."""
+    def create(cls, table: Table, allocator: Allocator, window: int | None = None) -> Ledger:
+        """A ledger without live rows over a fresh request table and a fresh allocator.
+
+        window: tokens that a window layer sees, the newest included; None keeps everything (and is all that an
+        allocator without a window side allows). ValueError for other types, and when it does not fit the allocator.
+        """
         if not isinstance(table, Table) or not isinstance(allocator, Allocator):
             raise ValueError(
                 f"a ledger is made of a request table and an allocator, got {type(table).__name__} and "
                 f"{type(allocator).__name__}; pass Ledger.create(ReqToTokenPool, allocator)."
             )
-        return cls(table, allocator, jnp.zeros((table.size + 1, 3), jnp.int32))
+        slides = isinstance(allocator, WindowAllocator)
+        if window is not None and not slides:
+            raise ValueError(
+                f"a window of {window} needs an allocator with a window side, got {type(allocator).__name__}; "
+                "use SWATokenToKVPoolAllocator, PureSWATokenToKVPoolAllocator or SWARingTokenToKVPoolAllocator."
+            )
+        if isinstance(allocator, SWARingTokenToKVPoolAllocator):
+            allocator.check_rows(table.size, window)
+        lens = jnp.zeros((table.size + 1, 4 if slides else 3), jnp.int32)
+        return cls(table, allocator, lens, None if window is None else positive("window", window))
+
+    @property
+    def slides(self) -> bool:
+        """Whether the allocator has a window side."""
+        return self.lens.shape[-1] > WINDOW_FROM
 
     @property
     def page_size(self) -> int:
@@ -78,17 +109,21 @@ class Ledger:
         """
         if not hasattr(pool, "size") or not hasattr(pool, "page_size"):
             raise ValueError(f"check_pool needs a KV pool with a size and a page_size, got {type(pool).__name__}.")
-        if (pool.size, pool.page_size) != (self.allocator.size, self.allocator.page_size):
+        wanted = self.allocator.pool_sizes if self.slides else self.allocator.size
+        holds = getattr(pool, "sizes", pool.size)
+        if self.slides and isinstance(holds, tuple):  # no layers of one kind: nothing is ever written there
+            wanted = tuple(want if has else 0 for want, has in zip(wanted, holds, strict=True))
+        if (holds, pool.page_size) != (wanted, self.allocator.page_size):
             raise ValueError(
-                f"the allocator hands out slots of {self.allocator.size} tokens in pages of "
-                f"{self.allocator.page_size}, but {type(pool).__name__} holds {pool.size} in pages of "
+                f"the allocator hands out slots of {wanted} tokens in pages of "
+                f"{self.allocator.page_size}, but {type(pool).__name__} holds {holds} in pages of "
                 f"{pool.page_size}; create both with the same size and page_size."
             )
 
     @operation()
     def clear(self) -> Ledger:
         """No live rows, every page free; generations and fault counts stay."""
-        return Ledger(self.table.clear(), self.allocator.clear(), jnp.zeros_like(self.lens))
+        return Ledger(self.table.clear(), self.allocator.clear(), jnp.zeros_like(self.lens), self.window)
 
 
 @operation("capacity", "implementation")
@@ -115,8 +150,8 @@ def alloc_for_extend(
         start empty.
     owned_from: i32[b], page-aligned, for new rows: pages before it stay somebody else's. None: every prefix page does.
     Refused (ok == False, nothing changed): a row that is not live or appears twice, seq past the row's width, a prefix
-        longer than the row's committed tokens, a prefix that ends inside a page which the row does not own, and
-        whatever the allocator refuses.
+        longer than the row's committed tokens, a prefix that ends inside a page which the row does not own, a prefix
+        whose window the window layers do not hold any more, and whatever the allocator refuses.
 
     Returns (ledger, rows i32[b] with the new rows filled in, loc i32[capacity]: new slots back to back in lane order,
     ok bool[]). On failure rows and loc are 0.
@@ -153,6 +188,12 @@ def alloc_for_extend(
         & ledger.allocator.continues(prefix, last, grows)
     )
     legal &= all_distinct(rows, held) & (jnp.sum(wants, dtype=jnp.int32) <= table.available_size())
+    if ledger.slides:
+        first = needed_from(prefix, ledger.window)
+        there = ledger.allocator.window_there(first, now[:, WINDOW_FROM], now[:, ALLOCATED])
+        if prefix_loc is not None:
+            there = jnp.where(wants, ledger.allocator.may_begin(take2(found, lane, first)), there)
+        legal &= jnp.all(there | ~(wants | grows) | (prefix == 0))
 
     # Pages that held rows have beyond their prefix go back first, but only if the whole call will then succeed.
     keep = jnp.maximum(round_up(prefix, ps), now[:, OWNED_FROM])
@@ -166,7 +207,12 @@ def alloc_for_extend(
             legal,
         )
     needed = jnp.where(grows, ceil_div(seq, ps) - ceil_div(prefix, ps), 0)
-    room = ledger.allocator.available_size() // ps + jnp.sum(surplus, dtype=jnp.int32)
+    if ledger.slides:  # below window_from the window side has nothing to give back
+        held_from = jnp.maximum(keep, now[:, WINDOW_FROM])
+        of_window = jnp.where(held & grows, jnp.maximum(ceil_div(given, ps) - ceil_div(held_from, ps), 0), 0)
+        room = ledger.allocator.room(jnp.sum(surplus, dtype=jnp.int32), jnp.sum(of_window, dtype=jnp.int32))
+    else:
+        room = ledger.allocator.available_size() // ps + jnp.sum(surplus, dtype=jnp.int32)
     # b lanes of at most max_context_len tokens can pass int32 only in tables that no device holds.
     fits = legal & (jnp.sum(needed, dtype=jnp.int32) <= room) & (jnp.sum(seq - prefix, dtype=jnp.int32) <= width)
     allocator = once_if(
@@ -188,8 +234,13 @@ def alloc_for_extend(
         entries = put2(entries, row, column, found, valid=(wants & ok)[:, None] & (column < prefix[:, None]))
     lane, offset, valid = lanes_of(new, width)
     entries = put2(entries, rows[lane], prefix[lane] + offset, loc, valid=valid & ok)
-    lens = put(ledger.lens, rows, jnp.stack([seq, seq, own], axis=1), valid=ok & (wants | grows), lower=1)
-    return Ledger(table.with_entries(entries), allocator, lens), rows, loc, ok
+    after = [seq, seq, own]
+    if ledger.slides:
+        begin = allocator.window_start(prefix, edge(prefix, ledger.window, ps))
+        begin = jnp.where(wants, begin, jnp.minimum(now[:, WINDOW_FROM], round_up(prefix, ps)))
+        after.append(jnp.maximum(begin, allocator.overwritten(seq)))
+    lens = put(ledger.lens, rows, jnp.stack(after, axis=1), valid=ok & (wants | grows), lower=1)
+    return Ledger(table.with_entries(entries), allocator, lens, ledger.window), rows, loc, ok
 
 
 @operation("implementation")
@@ -200,7 +251,8 @@ def alloc_for_decode(
 
     rows: i32[b], 0 = lane not in use; active: bool[b] (None: every row > 0). The next token's position is the row's
     committed length; a slot that the row already has there (allocated > committed) is used again. Refused: a row that
-    is not live or appears twice, a full row, a page which the row does not own.
+    is not live or appears twice, a full row, a page which the row does not own. With a window, each active row first
+    gives back at most one page that is out of it; when the call then fails for memory, that release stays.
     Returns (ledger, loc i32[b], positions i32[b], ok bool[]); 0 on lanes that are not active and on failure.
     """
     rows, table, ps = int32("rows", rows, 1), ledger.table, ledger.page_size
@@ -216,6 +268,9 @@ def alloc_for_decode(
         & (position < table.max_context_len)
         & (now[:, OWNED_FROM] <= round_down(position, ps))  # the token's page is the row's own
     ) & all_distinct(rows, live)
+    if ledger.slides:
+        ledger = give_back(ledger, rows, position, live & legal, pages=1)
+        table, now = ledger.table, take(ledger.lens, rows)
     last = jnp.where(live & (position > 0), take2(table.req_to_token, rows, position - 1), NO_LOC)
     opened = live & ~has & legal
     allocator, loc, ok = ledger.allocator.alloc_decode(
@@ -225,9 +280,11 @@ def alloc_for_decode(
     done = live & ok
     loc = jnp.where(has & ok, take2(table.req_to_token, rows, position), loc)
     entries = put2(table.req_to_token, rows, position, loc, valid=done)
-    after = jnp.stack([position + 1, jnp.maximum(position + 1, now[:, ALLOCATED]), now[:, OWNED_FROM]], axis=1)
-    lens = put(ledger.lens, rows, after, valid=done, lower=1)
-    out = Ledger(table.with_entries(entries), allocator, lens)
+    after = [position + 1, jnp.maximum(position + 1, now[:, ALLOCATED]), now[:, OWNED_FROM]]
+    if ledger.slides:
+        after.append(jnp.maximum(now[:, WINDOW_FROM], allocator.overwritten(position + 1)))
+    lens = put(ledger.lens, rows, jnp.stack(after, axis=1), valid=done, lower=1)
+    out = Ledger(table.with_entries(entries), allocator, lens, ledger.window)
     return out, jnp.where(done, loc, 0), jnp.where(done, position, 0), ok
 
 
@@ -249,8 +306,9 @@ def release_rows(ledger: Ledger, rows: jax.Array) -> Ledger:
         lambda a: a.free_page_ids(_row_pages(table, rows, now[:, OWNED_FROM], now[:, ALLOCATED], owned, ps)),
         ledger.allocator,
     )
-    lens = put(ledger.lens, rows, 0, valid=used, lower=1)
-    return Ledger(table.free_rows(rows), allocator, lens)
+    # A constant 0 would do, but XLA's CPU backend then copies the table: nothing says that `now` was read before.
+    lens = put(ledger.lens, rows, jnp.minimum(now, 0), valid=used, lower=1)
+    return Ledger(table.free_rows(rows), allocator, lens, ledger.window)
 
 
 @operation()
@@ -259,12 +317,15 @@ def set_committed(ledger: Ledger, rows: jax.Array, committed_lens: jax.Array) ->
 
     rows, committed_lens: i32[b]; row 0 is padding. The slots behind stay with the row and are used again by the next
     decode, or go back with the row. Returns (ledger, ok); refused as a whole when a row is not live, appears twice,
-    or its length is outside [0, allocated].
+    its length is outside [0, allocated], or the window before it is gone (then resume with alloc_for_extend, from 0).
     """
     rows, wanted = int32("rows", rows, 1), int32("committed_lens", committed_lens, 1)
     same_length(rows=rows, committed_lens=wanted)
     now, used = take(ledger.lens, rows), rows != 0
     legal = ~used | (ledger.table.is_live(rows) & (wanted >= 0) & (wanted <= now[:, ALLOCATED]))
+    if ledger.slides:
+        first = needed_from(wanted, ledger.window)
+        legal &= ~used | ledger.allocator.window_there(first, now[:, WINDOW_FROM], now[:, ALLOCATED])
     ok = jnp.all(legal) & all_distinct(rows, used)
     lens = put(ledger.lens, rows, now.at[:, COMMITTED].set(wanted), valid=ok, lower=1)
     return dataclasses.replace(ledger, lens=lens), ok

@@ -44,6 +44,9 @@ def paged_attention(
     k_scale: float | jax.Array | None = None,
     v_scale: float | jax.Array | None = None,
     latent_rank: int | None = None,
+    window: int | None = None,
+    sinks: jax.Array | None = None,
+    softcap: float | None = None,
     precision: Any = None,
     block: int | None = None,
     implementation: str | None = None,
@@ -54,6 +57,10 @@ def paged_attention(
     positions: i32[b, t], position of each query; the pool must hold this chunk already.
     k_scale, v_scale: per-tensor factors that the stored keys and values are multiplied with (fp8 pools).
     latent_rank: MLA; the values are the first `latent_rank` entries of the keys, which are then read once.
+    window: a query at position p sees p - window + 1 .. p only, and nothing before is read; None: the whole row. The
+        batch must have been made for it (`Batch.create(..., window=)`).
+    sinks: f32[Hq], one more score per head, which takes its part of the softmax and adds no value (gpt_oss).
+    softcap: scores become softcap * tanh(score / softcap) before the mask.
     precision: of the two matmuls, which run in q's dtype and accumulate in float32.
     block: table columns per turn; None: what suits the platform and t.
     implementation: "xla", or None for the best one here; ValueError for another name.
@@ -71,10 +78,14 @@ def paged_attention(
     if block < 1:
         raise ValueError(f"block must be at least 1 table column, got {block}.")
     with jax.named_scope("paged_attention"):
-        return _xla(q, pool, layer_id, batch, positions, scale, k_scale, v_scale, latent_rank, precision, block)
+        if window is not None:
+            batch, positions = batch.seen_by_window_layers(positions)
+        masks = (window, sinks, softcap)
+        return _xla(q, pool, layer_id, batch, positions, scale, k_scale, v_scale, latent_rank, masks, precision, block)
 
 
-def _xla(q, pool, layer_id, batch, positions, scale, k_scale, v_scale, latent_rank, precision, block):
+def _xla(q, pool, layer_id, batch, positions, scale, k_scale, v_scale, latent_rank, masks, precision, block):
+    window, sinks, softcap = masks
     b, t, q_heads, _ = q.shape
     table = batch.req_to_token
     block = min(block, table.shape[1])
@@ -107,7 +118,11 @@ def _xla(q, pool, layer_id, batch, positions, scale, k_scale, v_scale, latent_ra
         scores = factor * jnp.einsum(
             "bhtgd,bshd->bhtgs", groups, k, precision=precision, preferred_element_type=jnp.float32
         )
+        if softcap is not None:
+            scores = softcap * jnp.tanh(scores / softcap)
         visible = cols < keys_seen[..., None]  # bool[b, t, block]
+        if window is not None:
+            visible &= cols > positions[..., None] - window
         scores = jnp.where(visible[:, None, :, None, :], scores, -jnp.inf)
         new_top = jnp.maximum(top, scores.max(-1))
         shrink = jnp.exp(top - new_top)
@@ -123,7 +138,12 @@ def _xla(q, pool, layer_id, batch, positions, scale, k_scale, v_scale, latent_ra
         jnp.zeros(lanes, jnp.float32),
         jnp.zeros((*lanes, v_dim), jnp.float32),
     )
-    _, weight, total = lax.fori_loop(0, ceil_div(jnp.max(lens), block), turn, empty)
+    top, weight, total = lax.fori_loop(0, ceil_div(jnp.max(lens), block), turn, empty)
+    if sinks is not None:
+        sink = sinks.astype(jnp.float32).reshape(1, kv_heads, 1, -1)
+        new_top = jnp.maximum(top, sink)
+        shrink = jnp.exp(top - new_top)
+        weight, total = weight * shrink + jnp.exp(sink - new_top), total * shrink[..., None]
     out = total[..., :latent_rank] / jnp.where(weight > 0, weight, 1)[..., None]
     if v_scale is not None:
         out = out * v_scale

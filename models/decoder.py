@@ -22,8 +22,9 @@ from flax import nnx
 from kvjax.indexing import take
 from models.batch import Batch
 from models.config import ModelConfig
+from models.experts import Experts
 from models.gqa import GQAttention
-from models.layers import MLP, Linear, RMSNorm, rope_angles
+from models.layers import MLP, Linear, norm_of, rope_angles
 from models.mla import MLAttention
 from models.rope import rope_inv_freq
 from models.weights import expected_tensors
@@ -33,11 +34,14 @@ KVScales = Sequence[tuple[float | None, float | None]]
 
 
 class Block(nnx.Module):
-    """One layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+    """One layer: x + attention(norm(x)), then x + mlp(norm(x)); with sandwich norms the results are normed too."""
 
     def __init__(self, config: ModelConfig, weights: Mapping[str, jax.Array], layer_id: int, precision: Any, scales):
-        self.input_norm = RMSNorm(weights["input_norm"], config.rms_norm_eps)
-        self.post_norm = RMSNorm(weights["post_norm"], config.rms_norm_eps)
+        self.input_norm = norm_of(config, weights, "input_norm")
+        self.post_norm = norm_of(config, weights, "post_norm")
+        sandwich = config.sandwich_norms
+        self.attention_out_norm = norm_of(config, weights, "attention_out_norm") if sandwich else None
+        self.mlp_out_norm = norm_of(config, weights, "mlp_out_norm") if sandwich else None
         if config.is_mla:
             self.attention = MLAttention(config, weights, layer_id, precision=precision)
         else:
@@ -45,16 +49,20 @@ class Block(nnx.Module):
             self.attention = GQAttention(
                 config, weights, layer_id, precision=precision, k_scale=k_scale, v_scale=v_scale
             )
-        self.mlp = MLP(weights, precision=precision)
+        if config.num_experts is not None:
+            self.mlp = Experts(config, weights, precision=precision)
+        else:
+            self.mlp = MLP(weights, activation=config.activation, precision=precision)
 
     def __call__(self, x, positions, angles, pool, batch: Batch, implementation: str | None):
         with jax.named_scope("attention"):
             out, pool = self.attention(
                 self.input_norm(x), positions, angles, pool, batch, implementation=implementation
             )
-            x = x + out
+            x = x + (out if self.attention_out_norm is None else self.attention_out_norm(out))
         with jax.named_scope("mlp"):
-            return x + self.mlp(self.post_norm(x)), pool
+            out = self.mlp(self.post_norm(x))
+            return x + (out if self.mlp_out_norm is None else self.mlp_out_norm(out)), pool
 
 
 class Decoder(nnx.Module):
@@ -67,7 +75,7 @@ class Decoder(nnx.Module):
         self.layers = nnx.List(
             Block(config, _layer(weights, i), i, precision, scales[i]) for i in range(config.num_layers)
         )
-        self.norm = RMSNorm(weights["norm"], config.rms_norm_eps)
+        self.norm = norm_of(config, weights, "norm")
         # Tied: logits are x @ embed.T, and the head has no weights of its own.
         self.head = None if config.tie_word_embeddings else Linear(weights["lm_head"], precision=precision)
 
@@ -133,7 +141,8 @@ class Decoder(nnx.Module):
         """Run one chunk: write its keys and values into the pool, attend through the page table.
 
         tokens, positions: i32[b, t]; t == 1 is decode. What they hold on padding does not matter.
-        pool: an `MHATokenToKVPool` or `MLATokenToKVPool` that fits the config.
+        pool: an `MHATokenToKVPool` or `MLATokenToKVPool` that fits the config, or an `SWAKVPool` for one with window
+            layers, whose batch then has been made with the ledger.
         logits: "last", those of each lane's last real token, f32[b, vocab]; "all", f32[b, t, vocab].
             On padding they are finite and mean nothing.
         implementation: of the attention, see `paged_attention`.
@@ -143,20 +152,34 @@ class Decoder(nnx.Module):
             raise ValueError(f'logits must be "last" or "all", got {logits!r}.')
         with jax.named_scope("embed"):
             x = take(self.embed[...], tokens)
-            angles = rope_angles(positions, jnp.asarray(rope_inv_freq(self.config)))
+            if self.config.embed_scale != 1.0:
+                x = x * jnp.asarray(self.config.embed_scale, x.dtype)
+            angles = self._angles(positions)
+            window_angles = angles
+            if self.config.window_rope_theta is not None:
+                window_angles = self._angles(positions, of_window_layers=True)
         for i, layer in enumerate(self.layers):
             with jax.named_scope(f"layer{i}"):
-                x, pool = layer(x, positions, angles, pool, batch, implementation)
+                turned = window_angles if i in self.config.window_layers else angles
+                x, pool = layer(x, positions, turned, pool, batch, implementation)
         with jax.named_scope("head"):
             if logits == "last":
                 last = jnp.clip(batch.q_lens - 1, 0, x.shape[1] - 1)
                 x = x[:, 0] if x.shape[1] == 1 else jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
             return self._logits(self.norm(x)), pool
 
+    def _angles(self, positions: jax.Array, *, of_window_layers: bool = False) -> tuple[jax.Array, jax.Array]:
+        scaling = self.config.rope_scaling
+        factor = 1.0 if scaling is None or of_window_layers else scaling.attention_factor
+        inv_freq = rope_inv_freq(self.config, of_window_layers=of_window_layers)
+        return rope_angles(positions, jnp.asarray(inv_freq), factor)
+
     def _logits(self, x: jax.Array) -> jax.Array:
         """x: [..., hidden] -> f32[..., vocab]."""
         form, matrix = ("...h,vh->...v", self.embed) if self.head is None else ("...h,hv->...v", self.head.kernel)
-        return jnp.einsum(form, x, matrix[...], precision=self.precision, preferred_element_type=jnp.float32)
+        logits = jnp.einsum(form, x, matrix[...], precision=self.precision, preferred_element_type=jnp.float32)
+        cap = self.config.logit_softcap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 def _layer(weights: Mapping[str, jax.Array], index: int) -> dict[str, jax.Array]:

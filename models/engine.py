@@ -47,6 +47,7 @@ class EngineSettings:
     kv_dtype: Any = jnp.float32
     prefix_cache: bool = False  # keep what was computed, for prompts that begin alike, as long as nobody needs the room
     need_sort: bool = False  # hand out the lowest free pages first (a sorted merge when the free list runs out)
+    window_mode: str = "dual"  # of models with window layers: "dual" pools, or a "ring" per row
 
     def shapes(self) -> Shapes:
         """ValueError for a size below 1."""
@@ -56,7 +57,9 @@ class EngineSettings:
         rows = self.batch if self.rows is None else self.rows
         steps = min(positive("steps", self.steps), self.max_context_len)
         positive("prefill_tokens", self.prefill_tokens)
-        return Shapes(lanes, rows, self.max_context_len, pages * page, page, steps)
+        width = max(t for _, t in self.buckets) if self.buckets else positive("chunk", self.chunk)
+        chunk = min(width, self.max_context_len)
+        return Shapes(lanes, rows, self.max_context_len, pages * page, page, steps, chunk, self.window_mode)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +95,8 @@ class Engine:
         """Allocates the pool and compiles every program.
 
         eos_ids: tokens that end an answer; None: the model's. on_compile(done, total, name) follows the compiling.
-        snapshots: also compile what `self.snapshots` needs. ValueError for sizes below 1.
+        snapshots: also compile what `self.snapshots` needs. ValueError for sizes below 1, and for a prefix cache
+        with a model that has window layers.
         """
         settings = settings or EngineSettings()
         self.settings, self.config, self.shapes = settings, model.config, settings.shapes()
@@ -101,6 +105,10 @@ class Engine:
             self.buckets = Buckets.default(settings.batch, min(settings.chunk, settings.max_context_len))
         else:
             self.buckets = Buckets(settings.buckets)
+        if settings.prefix_cache and model.config.window is not None:
+            raise ValueError(
+                "prefix_cache keeps whole rows, but the window layers of this model release theirs; leave it off."
+            )
         graph, weights = split_decoder(model)
         self._weights = jax.tree.map(jnp.asarray, weights)
         self._kinds = {"kv_dtype": settings.kv_dtype, "need_sort": settings.need_sort}

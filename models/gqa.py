@@ -11,7 +11,7 @@ from flax import nnx
 from models.attention import paged_attention
 from models.batch import Batch
 from models.config import ModelConfig
-from models.layers import Linear, RMSNorm, apply_rope, split
+from models.layers import Linear, apply_rope, norm_of, split
 
 
 class GQAttention(nnx.Module):
@@ -31,17 +31,20 @@ class GQAttention(nnx.Module):
         self.layer_id = layer_id
         self.precision = precision
         self.k_scale, self.v_scale = k_scale, v_scale
+        self.window = config.window if layer_id in config.window_layers else None
+        self.sinks = nnx.Param(weights["sinks"]) if config.attention_sinks else None  # [heads]
         self.qkv = Linear.joined(weights, ("q", "k", "v"), precision=precision)
         self.o = Linear.named(weights, "o", precision=precision)
-        self.q_norm = RMSNorm(weights["q_norm"], config.rms_norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(weights["k_norm"], config.rms_norm_eps) if config.qk_norm else None
+        self.q_norm = norm_of(config, weights, "q_norm") if config.qk_norm else None
+        self.k_norm = norm_of(config, weights, "k_norm") if config.qk_norm else None
 
     def split_qkv(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """x: [b, t, hidden] -> (q [b, t, Hq, D], k [b, t, Hkv, D], v [b, t, Hkv, Dv]), before norms and rotation."""
         c = self.config
         heads = ((c.num_heads, c.head_dim), (c.num_kv_heads, c.head_dim), (c.num_kv_heads, c.v_head_dim))
-        q, k, v = split(self.qkv(x), *(n * d for n, d in heads))
-        return tuple(part.reshape(*x.shape[:-1], *shape) for part, shape in zip((q, k, v), heads, strict=True))
+        parts = split(self.qkv(x), *(n * d for n, d in heads))
+        q, k, v = (part.reshape(*x.shape[:-1], *shape) for part, shape in zip(parts, heads, strict=True))
+        return q, k, v
 
     def __call__(self, x, positions, angles, pool, batch: Batch, *, implementation: str | None = None):
         """x: [b, t, hidden]; positions: i32[b, t]; angles: see `rope_angles`. Returns ([b, t, hidden], pool)."""
@@ -57,7 +60,7 @@ class GQAttention(nnx.Module):
         k_scale, v_scale = (None, None) if pool.dtype == k.dtype else (self.k_scale, self.v_scale)
         # Written first and read back with the rest: attending to the new token apart copies the pool on the CPU.
         with jax.named_scope("write_kv"):
-            pool = pool.set_kv_buffer(self.layer_id, batch.write_loc, k, v, k_scale=k_scale, v_scale=v_scale)
+            pool = pool.set_kv_buffer(self.layer_id, batch.kv_loc, k, v, k_scale=k_scale, v_scale=v_scale)
         out = paged_attention(
             q,
             pool,
@@ -67,6 +70,9 @@ class GQAttention(nnx.Module):
             c.attention_scale,
             k_scale=k_scale,
             v_scale=v_scale,
+            window=self.window,
+            sinks=None if self.sinks is None else self.sinks[...],
+            softcap=c.attention_softcap,
             precision=self.precision,
             implementation=implementation,
         )

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from models.config import SWIGLU_ALPHA, SWIGLU_LIMIT, ModelConfig
+
 
 class Linear(nnx.Module):
     """x @ kernel (+ bias)."""
@@ -43,16 +45,19 @@ class Linear(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * weight over the last axis; the mean square in float32."""
+    """x / rms(x) * weight over the last axis; the mean square in float32. zero_centred: times 1 + weight (gemma3)."""
 
-    def __init__(self, weight: jax.Array, eps: float):
+    def __init__(self, weight: jax.Array, eps: float, *, zero_centred: bool = False):
         self.weight = nnx.Param(weight)  # [features]
         self.eps = eps
+        self.zero_centred = zero_centred
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x: [..., features] -> same shape and dtype."""
         wide = x.astype(jnp.float32)
         normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
+        if self.zero_centred:  # in float32, for in a narrower type 1 + weight loses the weight
+            return (normed * (1 + self.weight[...].astype(jnp.float32))).astype(x.dtype)
         return normed.astype(x.dtype) * self.weight[...].astype(x.dtype)
 
 
@@ -61,23 +66,41 @@ def split(x: jax.Array, *widths: int) -> list[jax.Array]:
     return jnp.split(x, np.cumsum(widths)[:-1].tolist(), axis=-1)
 
 
-class MLP(nnx.Module):
-    """down(silu(gate(x)) * up(x))."""
+def norm_of(config: ModelConfig, weights: Mapping[str, jax.Array], name: str) -> RMSNorm:
+    """The norm weights[name] as the model has its norms."""
+    return RMSNorm(weights[name], config.rms_norm_eps, zero_centred=config.zero_centred_norms)
 
-    def __init__(self, weights: Mapping[str, jax.Array], *, precision: Any = None):
+
+def gated(activation: str, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """What goes into the down map: activation(gate) * up, any one shape; see `models.config.ACTIVATIONS`."""
+    if activation == "gelu_tanh":
+        return jax.nn.gelu(gate, approximate=True) * up
+    if activation == "clamped_swiglu":
+        gate, up = jnp.minimum(gate, SWIGLU_LIMIT), jnp.clip(up, -SWIGLU_LIMIT, SWIGLU_LIMIT)
+        return gate * jax.nn.sigmoid(SWIGLU_ALPHA * gate) * (up + 1)
+    return jax.nn.silu(gate) * up
+
+
+class MLP(nnx.Module):
+    """down(activation(gate(x)) * up(x))."""
+
+    def __init__(self, weights: Mapping[str, jax.Array], *, activation: str = "silu", precision: Any = None):
+        self.activation = activation
         self.gate_up = Linear.joined(weights, ("gate", "up"), precision=precision)
         self.down = Linear.named(weights, "down", precision=precision)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x: [..., hidden] -> same shape."""
         gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
-        return self.down(jax.nn.silu(gate) * up)
+        return self.down(gated(self.activation, gate, up))
 
 
-def rope_angles(positions: jax.Array, inv_freq: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(cos, sin), f32 positions.shape + [pairs], of the angle position * inv_freq of each rotated pair."""
+def rope_angles(positions: jax.Array, inv_freq: jax.Array, factor: float = 1.0) -> tuple[jax.Array, jax.Array]:
+    """factor * (cos, sin), f32 positions.shape + [pairs], of the angle position * inv_freq of each rotated pair."""
     angles = positions[..., None].astype(jnp.float32) * inv_freq
-    return jnp.cos(angles), jnp.sin(angles)
+    if factor == 1.0:
+        return jnp.cos(angles), jnp.sin(angles)
+    return factor * jnp.cos(angles), factor * jnp.sin(angles)
 
 
 def apply_rope(x: jax.Array, angles: tuple[jax.Array, jax.Array], *, interleaved: bool) -> jax.Array:

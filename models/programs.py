@@ -15,20 +15,27 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from kvjax.allocators import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+from kvjax.allocators import (
+    PagedTokenToKVPoolAllocator,
+    SWARingTokenToKVPoolAllocator,
+    SWATokenToKVPoolAllocator,
+    TokenToKVPoolAllocator,
+)
 from kvjax.indexing import take
-from kvjax.layout import positive
+from kvjax.layout import positive, round_up
 from kvjax.ledger import Ledger, alloc_for_decode, alloc_for_extend, release_rows
 from kvjax.operation import state
-from kvjax.pools import MHATokenToKVPool, MLATokenToKVPool
+from kvjax.pools import MHATokenToKVPool, MLATokenToKVPool, SWAKVPool
 from kvjax.rows import ReqToTokenPool
+from kvjax.window import release_window
 from models.batch import Batch
 from models.config import ModelConfig
 from models.decoder import Decoder
 from models.lanes import Chunk, Lanes, Report
 from models.sampling import SamplingParams, sample
 
-KVPool = MHATokenToKVPool | MLATokenToKVPool
+KVPool = MHATokenToKVPool | MLATokenToKVPool | SWAKVPool
+WINDOW_MODES = ("dual", "ring")
 
 # A request's own seed and the position of a token make the key of each draw; this one only starts the chain.
 _BASE_SEED = 0
@@ -44,15 +51,28 @@ class Shapes:
     size: int  # tokens in the pool
     page_size: int  # tokens
     steps: int  # of one decode program, at most
+    chunk: int = 1  # tokens of one row that one extend program writes, at most; sizes the window side of a model
+    window_mode: str = "dual"  # how window layers keep their tokens: "dual" pools, or a "ring" per row
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
-            positive(field.name, getattr(self, field.name))
+            if field.name != "window_mode":
+                positive(field.name, getattr(self, field.name))
+        if self.window_mode not in WINDOW_MODES:
+            raise ValueError(f"window_mode must be one of {', '.join(WINDOW_MODES)}, got {self.window_mode!r}.")
 
     @property
     def pages(self) -> int:
         """Pages that the allocator owns."""
         return self.size // self.page_size
+
+    def window_size(self, window: int) -> int:
+        """Tokens of the window side of dual pools: what every row can hold at most, so that it never runs out.
+
+        An extend holds window + chunk + 2 pages of a row before it releases, but never more than the row.
+        """
+        most = round_up(window + self.chunk, self.page_size) + 2 * self.page_size
+        return min(self.size, self.rows * min(most, round_up(self.max_context_len, self.page_size)))
 
 
 def create_state(
@@ -63,13 +83,37 @@ def create_state(
     store_dtype: Any = None,
     need_sort: bool = False,
 ) -> tuple[KVPool, Ledger]:
-    """An empty pool that fits the model, MHA or MLA, and a ledger of the same size. Works under `jax.eval_shape`.
+    """An empty pool that fits the model, MHA, MLA or SWA, and a ledger of the same size. Works under `jax.eval_shape`.
 
     Page size 1 is served by the token allocator. store_dtype: see `kvjax.pools.dtypes`; spell it out when compiling
-    for another platform.
+    for another platform. `shapes.size` is what rows hold in full layers; where every layer slides it costs four bytes
+    a token, and the window side alone holds keys and values.
     """
     size, page = shapes.size, shapes.page_size
+    table = ReqToTokenPool.create(shapes.rows, shapes.max_context_len)
     pool: KVPool
+    if config.window is not None:
+        sides: SWATokenToKVPoolAllocator | SWARingTokenToKVPoolAllocator
+        if shapes.window_mode == "ring":
+            sides = SWARingTokenToKVPoolAllocator.create(
+                size, page, shapes.rows, config.window, shapes.chunk, need_sort=need_sort
+            )
+        else:
+            sides = SWATokenToKVPoolAllocator.create(size, shapes.window_size(config.window), page, need_sort)
+        pool = SWAKVPool.create(
+            *sides.pool_sizes,
+            page,
+            config.full_layers,
+            config.window_layers,
+            config.num_kv_heads,
+            config.head_dim,
+            config.v_head_dim,
+            dtype=kv_dtype,
+            store_dtype=store_dtype,
+        )
+        ledger = Ledger.create(table, sides, config.window)
+        ledger.check_pool(pool)
+        return pool, ledger
     if config.kv_lora_rank is not None:
         pool = MLATokenToKVPool.create(
             size, page, config.num_layers, config.kv_lora_rank, config.head_dim, dtype=kv_dtype, store_dtype=store_dtype
@@ -89,7 +133,7 @@ def create_state(
         allocator = TokenToKVPoolAllocator.create(size, need_sort=need_sort)
     else:
         allocator = PagedTokenToKVPoolAllocator.create(size, page, need_sort=need_sort)
-    ledger = Ledger.create(ReqToTokenPool.create(shapes.rows, shapes.max_context_len), allocator)
+    ledger = Ledger.create(table, allocator)
     ledger.check_pool(pool)
     return pool, ledger
 
@@ -159,13 +203,17 @@ def build_extend(
             )
             fewest = _free_pages(ledger)
             new = jnp.where(ok, chunk.seq_lens - chunk.prefix_lens, 0)
-            batch, positions = Batch.create(ledger.table.req_to_token, rows, chunk.prefix_lens, new, t)
+            batch, positions = Batch.create(
+                ledger.table.req_to_token, rows, chunk.prefix_lens, new, t, window=ledger.window, ledger=ledger
+            )
         logits, pool = nnx.merge(graph, weights)(chunk.tokens, positions, pool, batch)
         final = chunk.final & (new > 0)
         token = _draw(logits, chunk.sampling, chunk.seq_lens, final)
         finished = final & (_is_end(token, eos_ids, chunk.ends) | (chunk.generated + 1 >= chunk.limit))
-        if not park:
-            with jax.named_scope("ledger"):
+        with jax.named_scope("ledger"):
+            if ledger.slides:  # what the chunk read is left behind only now
+                ledger = release_window(ledger, rows, token, max_tokens=t)
+            if not park:
                 ledger = release_rows(ledger, jnp.where(finished, rows, 0))
         report = _report(
             ledger,
@@ -243,6 +291,8 @@ def build_decode(
                 req_to_token=c.ledger.table.req_to_token,
                 write_loc=c.loc,
             )
+            if c.ledger.window is not None:
+                batch = batch.with_window(c.positions[:, None], c.ledger.window, c.ledger)
             logits, pool = nnx.merge(graph, weights)(c.tokens[:, None], c.positions[:, None], c.pool, batch)
             token = jnp.where(c.active, _draw(logits, inputs.sampling, c.positions + 1, c.active), 0)
             generated = c.generated + c.active

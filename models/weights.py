@@ -27,6 +27,10 @@ def _attention(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         "input_norm": (hidden,),
         "o": (heads * config.v_head_dim, hidden),
     }
+    if config.sandwich_norms:
+        shapes["attention_out_norm"] = (hidden,)
+    if config.attention_sinks:
+        shapes["sinks"] = (heads,)
     if config.kv_lora_rank is not None:
         rank, nope = config.kv_lora_rank, config.qk_nope_head_dim or 0
         q_out = heads * (nope + config.head_dim)
@@ -53,12 +57,21 @@ def _attention(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def _mlp(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     hidden, inner = config.hidden_size, config.intermediate_size
-    shapes: dict[str, tuple[int, ...]] = {
-        "post_norm": (hidden,),
-        "gate": (hidden, inner),
-        "up": (hidden, inner),
-        "down": (inner, hidden),
-    }
+    shapes: dict[str, tuple[int, ...]] = {"post_norm": (hidden,)}
+    if config.sandwich_norms:
+        shapes["mlp_out_norm"] = (hidden,)
+    if config.num_experts is not None:
+        experts = config.num_experts
+        shapes |= {"router": (hidden, experts), "router_bias": (experts,)}
+        for name, (width_in, width_out) in {
+            "gate": (hidden, inner),
+            "up": (hidden, inner),
+            "down": (inner, hidden),
+        }.items():
+            shapes[f"experts_{name}"] = (experts, width_in, width_out)
+            shapes[f"experts_{name}_bias"] = (experts, width_out)
+        return shapes
+    shapes |= {"gate": (hidden, inner), "up": (hidden, inner), "down": (inner, hidden)}
     if config.mlp_bias:
         shapes.update({f"{name}_bias": shapes[name][-1:] for name in ("gate", "up", "down")})
     return shapes

@@ -14,6 +14,7 @@ from kvjax import (
     Ledger,
     PagedTokenToKVPoolAllocator,
     ReqToTokenPool,
+    SWATokenToKVPoolAllocator,
     TokenToKVPoolAllocator,
     alloc_for_decode,
     alloc_for_extend,
@@ -54,6 +55,14 @@ def with_free(ledger, free, staged=(), need_sort=False):
         ledger,
         allocator=PagedTokenToKVPoolAllocator.from_lists(free, staged, size=32, page_size=4, need_sort=need_sort),
     )
+
+
+def with_window_side(change):
+    """A sound ledger over two sides, with a changed allocator."""
+    ledger = Ledger.create(ReqToTokenPool.create(4, 14), SWATokenToKVPoolAllocator.create(32, 16, 4), 8)
+    ledger, _, _, ok = alloc_for_extend(ledger, [-1, -1], [0, 0], [3, 7], capacity=16)
+    assert ok
+    return dataclasses.replace(ledger, allocator=change(ledger.allocator))
 
 
 def with_table(ledger, row, position, slot):
@@ -107,7 +116,12 @@ def test_every_rule_has_a_state_that_breaks_it():
             sound, table=dataclasses.replace(rows([1, 2, 1], size=4, max_context_len=14), **keep)
         ),
         "free_row_has_tokens": with_lens(sound, 1, [1, 0, 0]),
+        "unpaired_token": with_window_side(lambda a: a.free_swa([4])),
+        "broken_pair": with_window_side(
+            lambda a: dataclasses.replace(a, pairs=dataclasses.replace(a.pairs, users=a.pairs.users.at[2].add(1)))
+        ),
     }
+    assert broken(with_window_side(lambda a: a)) == []
     assert set(states) == set(MEANING) - SLOT_RULES  # tests/recurrent/test_invariants.py
     for name, state in states.items():
         also = ["lost"] if name == "borrowed_from_nobody" else []  # nobody's page is lost as well

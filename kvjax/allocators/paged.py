@@ -268,6 +268,12 @@ class PagedTokenToKVPoolAllocator:
         """Release pages (i32[j], 0 = padding) in the given order."""
         return self._free_pages(int32("pages", pages, 1))
 
+    @operation("usual")
+    def free_page_set(self, pages: jax.Array, *, usual: int | None = None) -> PagedTokenToKVPoolAllocator:
+        """Release pages (i32[j], any order, 0 = padding), each once, ascending; `usual`: how many to expect."""
+        pages = int32("pages", pages, 1)
+        return self._free_set(pages, pages == 0, usual)
+
     def free_group(
         self,
         tokens: jax.Array | None = None,

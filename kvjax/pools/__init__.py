@@ -5,6 +5,7 @@ from kvjax.pools.dtypes import decode, default_store_dtype, encode
 from kvjax.pools.k_only import MHATokenToKOnlyPool
 from kvjax.pools.mha import MHATokenToKVPool
 from kvjax.pools.mla import MLATokenToKVPool
+from kvjax.pools.swa import SWAKVPool
 from kvjax.pools.write_loc import KVWriteLoc, unwrap_loc, write_loc_is_physical
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "MHATokenToKOnlyPool",
     "MHATokenToKVPool",
     "MLATokenToKVPool",
+    "SWAKVPool",
     "check_locations",
     "decode",
     "default_store_dtype",

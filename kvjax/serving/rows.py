@@ -40,7 +40,7 @@ def share_row(
     table = ledger.table
     entries = put2(table.req_to_token, jnp.full(at.shape, row), start + at, slots, valid=at < n)
     lens = ledger.lens.at[row, OWNED_FROM].set(end)
-    return Ledger(dataclasses.replace(table, req_to_token=entries), ledger.allocator, lens)
+    return dataclasses.replace(ledger, table=dataclasses.replace(table, req_to_token=entries), lens=lens)
 
 
 def close_row(ledger: Ledger, row: jax.Array, end: jax.Array) -> Ledger:

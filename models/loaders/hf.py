@@ -34,6 +34,22 @@ _NAMES = {
     **{name: f"{_LAYER}mlp.{name}_proj.weight" for name in ("gate", "up", "down")},
     **{f"{name}_bias": f"{_LAYER}mlp.{name}_proj.bias" for name in ("gate", "up", "down")},
 }
+_GPT_OSS = {
+    "sinks": _LAYER + "self_attn.sinks",
+    "router": _LAYER + "mlp.router.weight",
+    "router_bias": _LAYER + "mlp.router.bias",
+    "experts_gate": _LAYER + "mlp.experts.gate_up_proj",
+    "experts_gate_bias": _LAYER + "mlp.experts.gate_up_proj_bias",
+    "experts_down": _LAYER + "mlp.experts.down_proj",
+    "experts_down_bias": _LAYER + "mlp.experts.down_proj_bias",
+}
+# Four norms per layer: what other families call post_attention_layernorm stands before the MLP, here behind attention.
+_GEMMA3 = {
+    "attention_out_norm": _LAYER + "post_attention_layernorm.weight",
+    "post_norm": _LAYER + "pre_feedforward_layernorm.weight",
+    "mlp_out_norm": _LAYER + "post_feedforward_layernorm.weight",
+}
+_FAMILY_NAMES = {"gpt_oss": _NAMES | _GPT_OSS, "gemma3": _NAMES | _GEMMA3}
 
 
 class _Shards:
@@ -62,7 +78,7 @@ def load_config(directory: Path) -> ModelConfig:
 def load_weights(directory: Path, config: ModelConfig, dtype: Any, progress: Progress | None) -> dict[str, np.ndarray]:
     """The canonical weights; raises `CheckpointError` unless the files hold exactly those of `config`."""
     source = _open_shards(directory)
-    stored = stored_tensors(config, _NAMES)
+    stored = stored_tensors(config, _FAMILY_NAMES.get(config.family, _NAMES))
     # Saved by older versions of transformers, and by tools that write a tied head out.
     ignored = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(config.num_layers)}
     if config.tie_word_embeddings:

@@ -55,14 +55,17 @@ def stored_tensors(config: ModelConfig, names: Mapping[str, str], *, paired_rows
         if leaf == "kv_b_k":
             stored.append(_kv_b(config, names["kv_b"].format(layer), prefix))
             continue
-        if leaf == "kv_b_v":
-            continue  # made together with kv_b_k
+        if leaf in ("experts_gate", "experts_gate_bias"):
+            stored.append(_gate_up(names[leaf].format(layer), shape, target))
+            continue
+        if leaf in ("kv_b_v", "experts_up", "experts_up_bias"):
+            continue  # made together with the ones before
         if leaf not in names:
             raise CheckpointError(f"The model needs {leaf}, which files of this kind have no name for.")
         steps: list[Callable[[np.ndarray], np.ndarray]] = []
         if paired_rows and leaf in ("q", "k", "q_bias", "k_bias"):
             steps.append(lambda array: _half_split_rows(array, config.head_dim))
-        if len(shape) == 2 and leaf != "embed":
+        if len(shape) == 2 and leaf != "embed" and not leaf.endswith("_bias"):  # experts have a bias each
             steps.append(np.transpose)
             shape = shape[::-1]
         stored.append(StoredTensor(names[leaf].format(layer), shape, (target,), _chain(steps)))
@@ -94,6 +97,16 @@ def _kv_b(config: ModelConfig, name: str, prefix: str) -> StoredTensor:
         return per_head[:, :nope], per_head[:, nope:]
 
     return StoredTensor(name, (heads * rows, rank), (f"{prefix}.kv_b_k", f"{prefix}.kv_b_v"), convert)
+
+
+def _gate_up(name: str, shape: tuple[int, ...], gate: str) -> StoredTensor:
+    """gpt_oss's joint gate and up maps [..., 2 * inner], columns interleaved; experts are [in, out] already."""
+
+    def convert(array: np.ndarray) -> tuple[np.ndarray, ...]:
+        return array[..., ::2], array[..., 1::2]
+
+    targets = (gate, gate.replace("experts_gate", "experts_up"))
+    return StoredTensor(name, (*shape[:-1], 2 * shape[-1]), targets, convert)
 
 
 def check_tensors(

@@ -41,5 +41,6 @@ def test_nothing_is_split_over_threads(name, page_size):
         return lax.scan(step, (a, x), None, length=5)[0]
 
     text = jax.jit(loop, donate_argnums=0).lower(allocator, LANES).compile().as_text()
+    assert text is not None
     split = [line.strip() for line in text.splitlines() if "outer_dimension_partitions" in line]
     assert [line for line in split if not line.startswith("%wrapped_scatter")] == []

@@ -13,6 +13,8 @@ import numpy as np
 from tests.golden import traces
 
 HEADER_KEYS = {"system", "config", "source", "seed", "ops", "limits", "initial"}
+# A file has a few hundred operations on small arrays: compiling takes far longer than running, so as little as can be.
+FAST_COMPILE = {"xla_backend_optimization_level": 0}
 
 
 class Once:
@@ -25,7 +27,7 @@ class Once:
             self.traces += 1
             return function(*args)
 
-        self._jitted = jax.jit(counted)
+        self._jitted = jax.jit(counted, compiler_options=FAST_COMPILE)
 
     def __call__(self, *args: Any) -> Any:
         return self._jitted(*args)

@@ -164,3 +164,102 @@ def test_gguf_config_is_read(gguf_metadata):
 def test_unusable_gguf_metadata_is_refused_in_a_sentence(gguf_metadata, change, says):
     with pytest.raises(CheckpointError, match=says):
         from_gguf({"general.architecture": "llama", **gguf_metadata, **change}, ())
+
+
+GEMMA3 = {
+    "model_type": "gemma3_text",
+    "architectures": ["Gemma3ForCausalLM"],
+    "hidden_act": None,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "num_hidden_layers": 7,
+    "sliding_window": 16,
+    "query_pre_attn_scalar": 64,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "rope_parameters": None,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+}
+MISTRAL = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 12}
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "architectures": ["GptOssForCausalLM"],
+    "num_hidden_layers": 3,
+    "sliding_window": 12,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 150000.0,
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+}
+
+
+def test_gemma3_slides_in_all_but_every_sixth_layer(hf_config):
+    config = from_hf({**hf_config, **GEMMA3})
+    assert (config.window, config.window_layers, config.full_layers) == (16, (0, 1, 2, 3, 4, 6), (5,))
+    assert (config.attention_softcap, config.logit_softcap) == (50.0, 30.0)
+    assert config.attention_scale == 64**-0.5
+    assert config.embed_scale == 32**0.5
+    assert config.qk_norm
+    assert config.zero_centred_norms
+    assert (config.rope_theta, config.window_rope_theta) == (1e6, 1e4)
+    full, local = rope_inv_freq(config), rope_inv_freq(config, of_window_layers=True)
+    np.testing.assert_allclose(full, [1e6 ** (-i / 4) for i in range(4)], rtol=1e-6)
+    np.testing.assert_allclose(local, [1e4 ** (-i / 4) for i in range(4)], rtol=1e-6)
+    assert from_hf({**hf_config, **GEMMA3, "sliding_window": None}).window_layers == ()
+
+
+def test_every_layer_of_mistral_slides_or_none(hf_config):
+    assert from_hf({**hf_config, **MISTRAL}).window_layers == (0, 1)
+    assert from_hf({**hf_config, **MISTRAL, "sliding_window": None}).window is None
+
+
+def test_gpt_oss_alternates_and_stretches_its_rotation(hf_config):
+    config = from_hf({**hf_config, **GPT_OSS})
+    assert config.window_layers == (0, 2)
+    assert (config.num_experts, config.experts_per_token) == (4, 2)
+    assert config.attention_sinks
+    assert config.attention_bias
+    scaling = config.rope_scaling
+    assert scaling is not None
+    assert scaling.attention_factor == pytest.approx(0.1 * math.log(32) + 1)
+
+    def pair(turns):  # where a frequency makes so many turns over the original context
+        return 4 * math.log(4096 / (turns * 2 * math.pi)) / math.log(150000)
+
+    low, high = pair(32), pair(1)
+    plain, got = 150000.0 ** (-np.arange(4) / 4), rope_inv_freq(config)
+    stretched = np.clip((np.arange(4) - low) / (high - low), 0, 1)
+    np.testing.assert_allclose(got, plain * (1 - stretched) + plain / 32 * stretched, rtol=1e-6)
+    assert got[0] == np.float32(plain[0])
+    assert got[3] == np.float32(plain[3] / 32)
+    shapes = expected_tensors(config)
+    assert shapes["layers.0.experts_gate"] == (4, 32, 64)
+    assert shapes["layers.0.sinks"] == (4,)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({**GEMMA3, "hidden_activation": "gelu"}, "gelu_pytorch_tanh is built"),
+        ({**GEMMA3, "use_bidirectional_attention": True}, "both directions"),
+        ({**GEMMA3, "layer_types": ["sliding_attention"]}, "for each of 7 layers"),
+        ({**GEMMA3, "layer_types": ["chunked_attention"] * 7}, "sliding_attention or full_attention"),
+        ({**GEMMA3, "query_pre_attn_scalar": -1}, "soft caps and scales"),
+        ({**GEMMA3, "attn_logit_softcapping": 0.0}, "soft caps and scales"),
+        ({**MISTRAL, "sliding_window": 0}, "window is 0"),
+        ({**GPT_OSS, "swiglu_limit": 5.0}, "swiglu_limit 5.0"),
+        ({**GPT_OSS, "num_experts_per_tok": 5}, "5 experts per token of 4"),
+        ({**GPT_OSS, "rope_parameters": {"rope_type": "yarn", "factor": 0.0}}, "positive"),
+        ({**GPT_OSS, "rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_slow": 64.0}}, "beta_slow"),
+    ],
+)
+def test_unusable_window_configs_are_refused_in_a_sentence(hf_config, change, says):
+    with pytest.raises(CheckpointError, match=says):
+        from_hf({**hf_config, **change})

@@ -19,6 +19,7 @@ from tests.parity.harness import run_greedy
 
 ROOT = Path(__file__).resolve().parents[2]
 KNOWN = ("LlamaForCausalLM", "Qwen3ForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
+SLIDING = ("Gemma3ForCausalLM", "MistralForCausalLM", "GptOssForCausalLM")  # on two pools, and with a ring per row
 TOLERANCE = 2e-3  # of the standard deviation of a case's logits
 PAGE_SIZES = (1, 4, 16)
 CHUNK = 13  # divides by no page size but 1
@@ -51,12 +52,14 @@ def case_params() -> list:
         architecture = json.loads((case / "config.json").read_text())["architectures"][0]
         if architecture in ARCHITECTURES:
             continue  # tests/parity/test_hybrid.py
-        if architecture in KNOWN:
+        if architecture in (*KNOWN, *SLIDING):
             for page_size in PAGE_SIZES:
-                params.append(pytest.param(case, page_size, id=f"{case.name}-page{page_size}"))
+                for mode in ("one",) if architecture in KNOWN else ("dual", "ring"):
+                    name = f"{case.name}-page{page_size}" + ("" if mode == "one" else f"-{mode}")
+                    params.append(pytest.param(case, page_size, mode, id=name))
         else:
             unknown = pytest.mark.skip(reason=f"{case.name}: the architecture {architecture} is not known")
-            params.append(pytest.param(case, 1, id=f"{case.name}-not-known", marks=unknown))
+            params.append(pytest.param(case, 1, "one", id=f"{case.name}-not-known", marks=unknown))
     return params
 
 
@@ -64,8 +67,8 @@ def test_there_is_a_case():
     assert cases()
 
 
-@pytest.mark.parametrize(("case", "page_size"), case_params())
-def test_logits_and_greedy_tokens(case: Path, page_size: int):
+@pytest.mark.parametrize(("case", "page_size", "mode"), case_params())
+def test_logits_and_greedy_tokens(case: Path, page_size: int, mode: str):
     checkpoint = load_checkpoint(case)
     golden, facts = np.load(case / "io.npz"), json.loads((case / "case.json").read_text())
     prompts = [golden[f"input_ids_{i}"] for i in range(int(golden["n_prompts"]))]
@@ -78,6 +81,7 @@ def test_logits_and_greedy_tokens(case: Path, page_size: int):
         page_size=page_size,
         chunk=CHUNK,
         every_logit=True,
+        mode=mode,
     )
 
     atol = TOLERANCE * facts["logit_std"]
