@@ -22,7 +22,7 @@ from kvjax.allocators import (
     TokenToKVPoolAllocator,
 )
 from kvjax.indexing import take
-from kvjax.layout import positive, round_up
+from kvjax.layout import INT32_MIN, positive, round_up
 from kvjax.ledger import Ledger, alloc_for_decode, alloc_for_extend, release_rows
 from kvjax.operation import state
 from kvjax.pools import MHATokenToKVPool, MLATokenToKVPool, SWAKVPool
@@ -296,12 +296,15 @@ def build_decode(
             logits, pool = nnx.merge(graph, weights)(c.tokens[:, None], c.positions[:, None], c.pool, batch)
             token = jnp.where(c.active, _draw(logits, inputs.sampling, c.positions + 1, c.active), 0)
             generated = c.generated + c.active
-            ended = c.active & (_is_end(token, eos_ids, inputs.ends) | (generated >= inputs.limit))
+            # Window layers read the mapping, and whatever writes it next must come behind that, or XLA copies it.
+            # Everything below depends on the tokens therefore, even in a program without end tokens; always true.
+            drawn = jnp.min(token) > INT32_MIN if c.ledger.slides else True
+            ended = c.active & drawn & (_is_end(token, eos_ids, inputs.ends) | (generated >= inputs.limit))
             ledger = c.ledger
             if not park:
                 with jax.named_scope("ledger"):
                     ledger = release_rows(ledger, jnp.where(ended, c.rows, 0))
-            rows, active = jnp.where(ended, 0, c.rows), c.active & ~ended
+            rows, active = jnp.where(ended, 0, c.rows), c.active & drawn & ~ended
             ledger, loc, positions, goes_on, ok = reserve(ledger, rows, active, c.step + 1)
             return _Loop(
                 pool=pool,
