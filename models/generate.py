@@ -72,7 +72,8 @@ class Options:
     """Decode steps in one program, at most."""
 
     prefix_cache: bool = True
-    """Prefill what several prompts begin with only once, in whole pages; the answers stay the same."""
+    """Prefill what several prompts begin with only once, in whole pages; the answers stay the same. Models with
+    window layers always do without."""
 
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Of weights, activations and KV cache."""
@@ -153,6 +154,8 @@ def _run(options: Options) -> None:
     with Bars(options.quiet) as bars:
         checkpoint, model = load(path, options.dtype, bars.loading)
         longest = checkpoint.config.max_context_len
+        if checkpoint.config.window is not None:  # their rows lose what left the window, so nobody could begin with it
+            settings = dataclasses.replace(settings, prefix_cache=False)
         if options.max_context_len is None:
             settings = dataclasses.replace(settings, max_context_len=min(1024, longest))
         elif options.max_context_len > longest:

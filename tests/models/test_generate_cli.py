@@ -1,5 +1,6 @@
 """The command line: answers on stdout, one sentence and exit code 2 for what can not be done."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from models import chatting
 from models.demo import main as demo
 from models.generate import main
 from models.programs import Program
@@ -97,6 +99,26 @@ def test_bad_values_are_refused_before_anything_is_compiled(tiny_model, capsys, 
     assert sentence.lower() in err.lower()
     assert err.count("\n") == 1
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_models_with_window_layers_do_without_the_prefix_cache(tiny_model, monkeypatch, capsys, window):
+    real, seen = chatting.load, []
+
+    def load(*args):
+        checkpoint, model = real(*args)
+        config = dataclasses.replace(checkpoint.config, window=window, window_layers=(0,) if window else ())
+        return dataclasses.replace(checkpoint, config=config), model
+
+    def start_engine(model, settings, **how):
+        seen.append(settings.prefix_cache)
+        raise ValueError("far enough")
+
+    monkeypatch.setattr(chatting, "load", load)
+    monkeypatch.setattr(chatting, "start_engine", start_engine)
+    assert main(["--model", tiny_model, "--prompt", "ab", "--quiet"]) == 2
+    assert "far enough" in capsys.readouterr().err.lower()
+    assert seen == [window is None]
 
 
 def test_broken_and_foreign_files_are_refused(tmp_path, capsys, write_hf, hf_config, hf_tensors):
