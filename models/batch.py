@@ -77,6 +77,11 @@ class Batch:
         table, swa_loc = take2(self.req_to_token, rows, columns), None
         if ledger is not None and ledger.slides:
             table = window_loc(ledger, rows, columns, table)
+            # A ring holds nothing of a prefix that was found elsewhere: the lane's table begins behind it.
+            missing = jnp.sum(table == PAD_SLOT, axis=1, dtype=jnp.int32)
+            behind = missing[:, None] + jnp.arange(table.shape[1], dtype=jnp.int32)
+            table = jnp.take_along_axis(table, jnp.minimum(behind, table.shape[1] - 1), axis=1)
+            start = start + missing
             lane = jnp.broadcast_to(self.rows[:, None], (b, t))
             swa_loc = window_loc(ledger, lane, positions, self.write_loc.reshape(b, t)).reshape(-1)
             swa_loc = jnp.where(self.write_loc > 0, swa_loc, PAD_SLOT)

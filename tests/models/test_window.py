@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax import Ledger, ReqToTokenPool, SWARingTokenToKVPoolAllocator, alloc_for_extend
 from kvjax.pools import MHATokenToKVPool
 from models.attention import paged_attention
 from models.batch import Batch
@@ -152,3 +153,17 @@ def test_the_window_side_is_as_large_as_all_rows_may_need():
     assert short.window_size(WINDOW) == 3 * 16
     with pytest.raises(ValueError, match="dual, ring, got 'one'"):
         dataclasses.replace(shapes, window_mode="one")
+
+
+def test_a_ring_is_not_read_where_it_holds_nothing_of_a_found_prefix():
+    allocator = SWARingTokenToKVPoolAllocator.create(64, 4, 2, 6, 4)
+    ledger = Ledger.create(ReqToTokenPool.create(2, 32), allocator, 6)
+    prefix = jnp.arange(4, 12, dtype=jnp.int32)[None]  # eight tokens that a tree would own
+    zero, lane = jnp.zeros(1, jnp.int32), jnp.ones(1, jnp.int32)
+    ledger, rows, _, ok = alloc_for_extend(ledger, zero - 1, 8 * lane, 11 * lane, capacity=4, prefix_loc=prefix)
+    assert ok
+    batch, _ = Batch.create(ledger.table.req_to_token, rows, 8 * lane, 3 * lane, 4, window=6, ledger=ledger)
+    assert batch.window_start is not None
+    assert batch.window_table is not None
+    assert batch.window_start.tolist() == [8]
+    assert (np.asarray(batch.window_table)[1] > 0).all()
