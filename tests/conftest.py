@@ -1,6 +1,8 @@
 """Settings of every test: the CPU backend, and the deviceless GPU compiler where it is installed."""
 
+import gc
 import os
+from pathlib import Path
 
 # Before JAX is imported: tests run on the CPU, and an installed CUDA plugin may compile without a driver.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -27,3 +29,19 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if "heavy" in item.keywords:
             item.add_marker(longer)
+
+
+# Every program that XLA's CPU backend compiles maps some memory, and Linux allows a process 65,530 maps. A worker that
+# has gone through hundreds of tests comes near that, and then a compilation ends in a segmentation fault.
+MAPS = 20_000
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _room_for_programs():
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > MAPS:
+        import jax
+
+        jax.clear_caches()
+        gc.collect()

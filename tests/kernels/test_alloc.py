@@ -253,7 +253,9 @@ def test_the_size_of_the_pool_does_not_enter(name, extend):
     fn = EXTEND[name] if extend else DECODE[name]
     fn = functools.partial(fn, page_size=16, **({"capacity": 512} if extend else {}))
     users = users_of_the_stack(jax.make_jaxpr(fn)(*abstract(8, extend)).jaxpr)
-    assert users == ({"pallas_call"} if name == "pallas_triton" else {"gather"})
+    # A window below the top of the stack, or a gather.
+    assert users
+    assert users <= ({"pallas_call"} if name == "pallas_triton" else {"gather", "dynamic_slice"})
     if name != "pallas_triton":  # the interpreter carries its operands through a loop
         report = inspect(compile_for(fn, abstract(8, extend)))
         assert report.large_ops(NUM_PAGES) == []  # a quarter of the stack's bytes

@@ -76,16 +76,8 @@ def compiled(function, slots, platform):
     return state, inspect(compile_for(function, (*state, lanes, lanes), platform, donate_argnums=(0, 1)))
 
 
-# Known, and not in any decode step: on a CPU `take_slots` alone copies the list of free slots (4 bytes each, no state).
-COPIES_A_LIST = pytest.mark.xfail(strict=True, reason="XLA's CPU backend copies the free list in take_slots")
-CASES = [
-    pytest.param(name, platform, marks=[COPIES_A_LIST] if (name, platform) == ("set_aside", "cpu") else [])
-    for name in PROGRAMS
-    for platform in PLATFORMS
-]
-
-
-@pytest.mark.parametrize(("name", "platform"), CASES)
+@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_no_leaf_is_copied_and_temporaries_do_not_grow_with_the_slots(name, platform):
     if platform == "h200":
         available, why = h200_available()
