@@ -1,10 +1,15 @@
 """Is a donated state updated in place? Asked of the compiled program, not of a clock."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import pytest
 from jax import lax
+
+# Whether XLA splits a read over threads shows only where there are threads: on one core such a test would say nothing.
+needs_two_cores = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core: nothing is ever split over threads")
 
 
 def assert_in_place(step: Callable[..., Any], state: Any, *args: Any, temp: int) -> None:

@@ -1,7 +1,5 @@
 """Safe indexing: nothing wraps, clamps or lands anywhere."""
 
-import os
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +7,7 @@ import pytest
 
 from kvjax.indexing import in_range, parked, put, put2, take, take2, take_short
 from kvjax.layout import INT32_MAX
+from tests.inplace import needs_two_cores
 
 OUTSIDE = [-1, -4, -5, 4, 5, INT32_MAX, -(2**31)]
 
@@ -101,7 +100,7 @@ def _threaded(step, *args):
     return (loop.lower(*args).compile().as_text() or "").count("outer_dimension_partitions")
 
 
-@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core: nothing is ever split over threads")
+@needs_two_cores
 def test_a_short_read_of_a_pool_sized_list_is_not_split_over_threads():
     array, idx = jnp.arange(POOL, dtype=jnp.int32), jnp.arange(64, dtype=jnp.int32)
     assert _threaded(_pool_reads, array, idx) == 0

@@ -94,7 +94,7 @@ class MambaSlotAllocator:
         width, need = capacity_of(capacity), int32("need", need, 0)
         drains = (need == 1) & (self.group_left > 0)
         ring, slots, ok = self.ring.alloc(jnp.where(drains, 0, need), capacity=width)
-        # Sliced, not taken: a second `take` of a list that nothing writes makes XLA's CPU backend copy the list.
+        # NEXT is a place of the list, or its end, and then nothing drains: no check, one slice.
         first = lax.dynamic_index_in_dim(self.group, self.counters[NEXT], keepdims=False)
         slots = slots.at[0].set(jnp.where(drains, first, slots[0]))
         counters = self.counters.at[NEXT].add(drains.astype(jnp.int32))

@@ -100,7 +100,8 @@ class SWAKVPool:
     @property
     def bytes_per_token(self) -> tuple[int, int]:
         """(bytes of a token in the full layers, bytes in the window layers)."""
-        return tuple(0 if p is None else p.bytes_per_token for p in (self.full_kv_pool, self.swa_kv_pool))  # type: ignore[return-value]
+        full, swa = self.full_kv_pool, self.swa_kv_pool
+        return 0 if full is None else full.bytes_per_token, 0 if swa is None else swa.bytes_per_token
 
     def get_kv_size_bytes(self) -> tuple[int, int]:
         """(bytes of all K leaves, bytes of all V leaves), both inner pools."""

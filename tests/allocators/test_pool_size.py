@@ -1,13 +1,12 @@
 """The cost of an operation does not depend on the pool: read from the programs of a large one, not from a clock."""
 
-import os
-
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
 
 from kvjax import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+from tests.inplace import needs_two_cores
 
 PAGES = 262144
 LANES = jnp.arange(1, 9, dtype=jnp.int32)
@@ -21,7 +20,7 @@ OPERATIONS = {
 }
 
 
-@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core: nothing is ever split over threads")
+@needs_two_cores
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_nothing_is_split_over_threads(name, page_size):
