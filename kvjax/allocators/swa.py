@@ -17,6 +17,7 @@ from kvjax import freelist
 from kvjax.allocators.paged import SMALL, PagedTokenToKVPoolAllocator, _released, segment_pages
 from kvjax.allocators.slot_mapping import SlotMapping
 from kvjax.allocators.token import TokenToKVPoolAllocator
+from kvjax.allocators.window_side import FullSide, PagedWindow
 from kvjax.indexing import put
 from kvjax.layout import NO_LOC, ceil_div, page_of, positive
 from kvjax.operation import int32, mask, narrow, once_if, operation, same_length, state
@@ -53,7 +54,7 @@ def free_items(side: Side, loc: jax.Array, freed: jax.Array, segment: jax.Array,
 
 
 @state
-class SWATokenToKVPoolAllocator:
+class SWATokenToKVPoolAllocator(FullSide, PagedWindow):
     """Slots for models with full-attention and sliding-window layers (SGLang: SWATokenToKVPoolAllocator).
 
     Same contract as PagedTokenToKVPoolAllocator. A call that one side cannot serve changes neither: both are asked
@@ -125,24 +126,6 @@ class SWATokenToKVPoolAllocator:
         """i32[]: tokens that both sides can still take, the smaller of the two."""
         return jnp.minimum(self.full_available_size(), self.swa_available_size())
 
-    @property
-    def free_pages(self) -> jax.Array:
-        """i32[]: pages of the full side that can be handed out at once."""
-        return self.full_attn_allocator.free_pages
-
-    @property
-    def staged_pages(self) -> jax.Array:
-        """i32[]: freed pages of the full side that wait for a merge."""
-        return self.full_attn_allocator.staged_pages
-
-    def is_free(self, pages: jax.Array) -> jax.Array:
-        """bool, shape of pages: the full page is free or staged."""
-        return self.full_attn_allocator.is_free(pages)
-
-    def owns_free_marks(self) -> tuple[jax.Array, jax.Array]:
-        """The full side's, see PagedTokenToKVPoolAllocator."""
-        return self.full_attn_allocator.owns_free_marks()
-
     @operation()
     def translate(self, loc: jax.Array) -> jax.Array:
         """i32, shape of loc: SWA slots of full slots (SGLang: translate_loc_from_full_to_swa); -1 stays -1."""
@@ -151,28 +134,7 @@ class SWATokenToKVPoolAllocator:
 
     # --- what the ledger asks a window side (kvjax.window) ------------------------------------------------------
 
-    releases_window = True  # pages out of the window go back
     forgets_window = False  # the row keeps its full slots
-
-    def window_loc(self, rows: jax.Array, positions: jax.Array, loc: jax.Array) -> jax.Array:
-        """i32, shape of loc: slots of tokens (row, position, full slot) in the window layers' pool."""
-        return self.translate(loc)
-
-    def window_there(self, first: jax.Array, window_from: jax.Array, allocated: jax.Array) -> jax.Array:
-        """bool[b]: a row that holds [window_from, allocated) still has its tokens from `first` on."""
-        return first >= window_from
-
-    def may_begin(self, first_loc: jax.Array) -> jax.Array:
-        """bool[b]: a new row may begin with a prefix whose window starts at slot first_loc: it has a partner."""
-        return self.translate(first_loc) > 0
-
-    def window_start(self, prefix: jax.Array, edge: jax.Array) -> jax.Array:
-        """i32[b]: from where on a new row with a prefix holds its tokens; no page below the edge is needed."""
-        return edge
-
-    def overwritten(self, written: jax.Array) -> jax.Array:
-        """i32[b]: tokens below are lost once `written` tokens are there: none."""
-        return jnp.zeros_like(written)
 
     def room(self, full_pages: jax.Array, window_pages: jax.Array) -> jax.Array:
         """i32[]: pages that can be taken after so many came back on the full side and on the window side."""

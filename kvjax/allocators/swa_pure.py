@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.allocators.swa import Side, create_side, free_items
+from kvjax.allocators.window_side import PagedWindow
 from kvjax.indexing import in_range
 from kvjax.layout import NO_LOC
 from kvjax.operation import int32, mask, operation, state
 
 
 @state
-class PureSWATokenToKVPoolAllocator:
+class PureSWATokenToKVPoolAllocator(PagedWindow):
     """Slots for models whose layers all slide (SGLang: PureSWATokenToKVPoolAllocator), at every page size.
 
     The contract, the order and the results are those of the one allocator inside. `free` and `free_swa` are the same;
@@ -83,28 +84,7 @@ class PureSWATokenToKVPoolAllocator:
 
     # --- what the ledger asks a window side (kvjax.window) ------------------------------------------------------
 
-    releases_window = True  # pages out of the window go back
     forgets_window = True  # and with them the slots: the request table must not name them any more
-
-    def window_loc(self, rows: jax.Array, positions: jax.Array, loc: jax.Array) -> jax.Array:
-        """i32, shape of loc: slots of tokens (row, position, full slot) in the window layers' pool."""
-        return self.translate(loc)
-
-    def window_there(self, first: jax.Array, window_from: jax.Array, allocated: jax.Array) -> jax.Array:
-        """bool[b]: a row that holds [window_from, allocated) still has its tokens from `first` on."""
-        return first >= window_from
-
-    def may_begin(self, first_loc: jax.Array) -> jax.Array:
-        """bool[b]: a new row may begin with a prefix whose window starts at slot first_loc: it has a partner."""
-        return self.translate(first_loc) > 0
-
-    def window_start(self, prefix: jax.Array, edge: jax.Array) -> jax.Array:
-        """i32[b]: from where on a new row with a prefix holds its tokens; no page below the edge is needed."""
-        return edge
-
-    def overwritten(self, written: jax.Array) -> jax.Array:
-        """i32[b]: tokens below are lost once `written` tokens are there: none."""
-        return jnp.zeros_like(written)
 
     def room(self, full_pages: jax.Array, window_pages: jax.Array) -> jax.Array:
         """i32[]: pages that can be taken after so many came back on the full side and on the window side."""

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.allocators.swa import Side, create_side, free_items, opened_pages
+from kvjax.allocators.window_side import FullSide
 from kvjax.freelist import new_tokens
 from kvjax.indexing import in_range
 from kvjax.layout import INT32_MAX, NO_LOC, PAD_SLOT, positive, round_down, round_up
@@ -20,7 +21,7 @@ from kvjax.operation import int32, mask, operation, same_length, state, static
 
 
 @state
-class SWARingTokenToKVPoolAllocator:
+class SWARingTokenToKVPoolAllocator(FullSide):
     """A full-side allocator beside one ring per row (SGLang: SWATokenToKVPoolAllocator with swa_req_ring_size).
 
     Slots are taken and given back on the full side only; releases on the SWA side do nothing, for a ring is overwritten
@@ -95,22 +96,6 @@ class SWARingTokenToKVPoolAllocator:
     def swa_available_size(self, free_rows: jax.Array) -> jax.Array:
         """i32[]: ring slots of `free_rows` rows (`ReqToTokenPool.available_size()`)."""
         return free_rows * self.ring
-
-    @property
-    def free_pages(self) -> jax.Array:
-        """i32[]: pages of the full side that can be handed out at once."""
-        return self.full_attn_allocator.free_pages
-
-    @property
-    def staged_pages(self) -> jax.Array:
-        """i32[]: freed pages of the full side that wait for a merge."""
-        return self.full_attn_allocator.staged_pages
-
-    def is_free(self, pages: jax.Array) -> jax.Array:
-        return self.full_attn_allocator.is_free(pages)
-
-    def owns_free_marks(self) -> tuple[jax.Array, jax.Array]:
-        return self.full_attn_allocator.owns_free_marks()
 
     @operation()
     def translate(self, loc: jax.Array) -> jax.Array:
