@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from models.decoder import Decoder
 from models.gqa import GQAttention
 from models.layers import apply_rope, rope_angles
+from models.matmul import project
 from models.rope import rope_inv_freq
 
 Layout = Literal["plain", "best"]
@@ -50,7 +51,7 @@ def decode_step(
         x = x + a.o(_attend(q, k_cache, v_cache, positions, c.attention_scale, layout))
         x = x + block.mlp(block.post_norm(x))
     x = decoder.norm(x)[:, 0]
-    logits = x @ decoder.embed[...].T if decoder.head is None else decoder.head(x)
+    logits = project(x, decoder.embed[...]) if decoder.head is None else decoder.head(x)
     return logits.astype(jnp.float32), tuple(out)
 
 

@@ -20,6 +20,7 @@ from benchmarks.measure import Measurement
 from models.decoder import Decoder
 from models.engine import Engine, EngineSettings, Request
 from models.loaders import load_checkpoint
+from models.matmul import project
 from models.smollm2 import fetch_smollm2
 
 PROMPTS = Path(__file__).parents[1] / "tests" / "data" / "parity" / "smollm2" / "io.npz"
@@ -37,13 +38,13 @@ def requests(batch: int) -> list[Request]:
 def bare_matmuls(weights: dict[str, np.ndarray], batch: int) -> Callable[[], float]:
     """call() -> seconds per step of multiplying [batch, in] with every matrix of the model, one after the other."""
     matrices = {name: jnp.asarray(w) for name, w in weights.items() if w.ndim == 2}
-    widest = max(w.shape[0] for name, w in matrices.items() if name != "embed")
+    widest = max(w.shape[1] for w in matrices.values())
 
     def run(x, matrices):
         def step(_, x):
-            for name, w in matrices.items():
+            for w in matrices.values():
                 # Each product feeds the next one, so that none can be left out or run beside another.
-                y = x[:, : w.shape[1]] @ w.T if name == "embed" else x[:, : w.shape[0]] @ w
+                y = project(x[:, : w.shape[1]], w)
                 x = x + 1e-6 * jnp.max(y, axis=1, keepdims=True)
             return x
 

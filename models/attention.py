@@ -2,6 +2,8 @@
 
 Online softmax over blocks of table columns, as many as the longest live row has, so that the cost of a step follows
 the lengths and not the width of the table, and a block's keys and values are still in the cache when they are used.
+On a CPU a decode step takes one lane after the other, each as far as its own row goes: there are no lanes to fill
+there, and a batch of one long and many short rows reads what it holds.
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ from models.batch import Batch
 from pallas_kernels.registry import target_platform
 
 IMPLEMENTATIONS = ("xla",)
-# Table columns per turn of the loop. Wide enough for efficient matmuls and, on a GPU, few launches; on a CPU the
-# gathered block of a decode step should stay in the second-level cache.
-BLOCK, CPU_DECODE_BLOCK = 128, 32
+# Table columns per turn of the loop: enough for efficient matmuls and few turns, and what a turn gathers for one lane
+# still fits the second-level cache of a CPU.
+BLOCK = 128
 
 _NOTHING_SEEN = -1e30  # running maximum before the first key: finite, so that exp(-inf - maximum) is 0 and never NaN
 
@@ -74,7 +76,7 @@ def paged_attention(
             "one for the platform) can be chosen."
         )
     if block is None:
-        block = CPU_DECODE_BLOCK if q.shape[1] == 1 and target_platform() == "cpu" else BLOCK
+        block = BLOCK
     if block < 1:
         raise ValueError(f"block must be at least 1 table column, got {block}.")
     with jax.named_scope("paged_attention"):
@@ -106,39 +108,49 @@ def _xla(q, pool, layer_id, batch, positions, scale, k_scale, v_scale, latent_ra
     groups = q.reshape(b, t, kv_heads, q_heads // kv_heads, q.shape[-1]).transpose(0, 2, 1, 3, 4)
     factor = scale if k_scale is None else scale * k_scale
 
-    def turn(i, carry):
-        top, weight, total = carry
-        cols = i * block + jnp.arange(block, dtype=jnp.int32)
-        held = cols < lens[:, None]  # bool[b, block]
-        # Redirected before the gather, on int32: a mask on the scores alone would leave 0 * NaN in the value sum.
-        loc = jnp.where(held, take2(table, *jnp.broadcast_arrays(rows, cols)), first)
-        k, v = pool.read(layer_id, loc)
-        k = k.astype(q.dtype)
-        v = k if latent_rank is not None else v.astype(q.dtype)
-        scores = factor * jnp.einsum(
-            "bhtgd,bshd->bhtgs", groups, k, precision=precision, preferred_element_type=jnp.float32
-        )
-        if softcap is not None:
-            scores = softcap * jnp.tanh(scores / softcap)
-        visible = cols < keys_seen[..., None]  # bool[b, t, block]
-        if window is not None:
-            visible &= cols > positions[..., None] - window
-        scores = jnp.where(visible[:, None, :, None, :], scores, -jnp.inf)
-        new_top = jnp.maximum(top, scores.max(-1))
-        shrink = jnp.exp(top - new_top)
-        probs = jnp.exp(scores - new_top[..., None])
-        read = jnp.einsum(
-            "bhtgs,bshd->bhtgd", probs.astype(q.dtype), v, precision=precision, preferred_element_type=jnp.float32
-        )
-        return new_top, weight * shrink + probs.sum(-1), total * shrink[..., None] + read
+    def attend(lanes):
+        groups, rows, first, lens, keys_seen, positions = lanes
 
-    lanes = groups.shape[:-1]
-    empty = (
-        jnp.full(lanes, _NOTHING_SEEN, jnp.float32),
-        jnp.zeros(lanes, jnp.float32),
-        jnp.zeros((*lanes, v_dim), jnp.float32),
-    )
-    top, weight, total = lax.fori_loop(0, ceil_div(jnp.max(lens), block), turn, empty)
+        def turn(i, carry):
+            top, weight, total = carry
+            cols = i * block + jnp.arange(block, dtype=jnp.int32)
+            held = cols < lens[:, None]  # bool[b, block]
+            # Redirected before the gather, on int32: a mask on the scores alone would leave 0 * NaN in the value sum.
+            loc = jnp.where(held, take2(table, *jnp.broadcast_arrays(rows, cols)), first)
+            k, v = pool.read(layer_id, loc)
+            k = k.astype(q.dtype)
+            v = k if latent_rank is not None else v.astype(q.dtype)
+            scores = factor * jnp.einsum(
+                "bhtgd,bshd->bhtgs", groups, k, precision=precision, preferred_element_type=jnp.float32
+            )
+            if softcap is not None:
+                scores = softcap * jnp.tanh(scores / softcap)
+            visible = cols < keys_seen[..., None]  # bool[b, t, block]
+            if window is not None:
+                visible &= cols > positions[..., None] - window
+            scores = jnp.where(visible[:, None, :, None, :], scores, -jnp.inf)
+            new_top = jnp.maximum(top, scores.max(-1))
+            shrink = jnp.exp(top - new_top)
+            probs = jnp.exp(scores - new_top[..., None])
+            read = jnp.einsum(
+                "bhtgs,bshd->bhtgd", probs.astype(q.dtype), v, precision=precision, preferred_element_type=jnp.float32
+            )
+            return new_top, weight * shrink + probs.sum(-1), total * shrink[..., None] + read
+
+        heads = groups.shape[:-1]
+        empty = (
+            jnp.full(heads, _NOTHING_SEEN, jnp.float32),
+            jnp.zeros(heads, jnp.float32),
+            jnp.zeros((*heads, v_dim), jnp.float32),
+        )
+        return lax.fori_loop(0, ceil_div(jnp.max(lens), block), turn, empty)
+
+    lanes = (groups, rows, first, lens, keys_seen, positions)
+    if t == 1 and target_platform() == "cpu":
+        one_by_one = lax.map(attend, jax.tree.map(lambda a: a[:, None], lanes))
+        top, weight, total = jax.tree.map(lambda a: a[:, 0], one_by_one)
+    else:
+        top, weight, total = attend(lanes)
     if sinks is not None:
         sink = sinks.astype(jnp.float32).reshape(1, kv_heads, 1, -1)
         new_top = jnp.maximum(top, sink)

@@ -25,6 +25,7 @@ from models.config import ModelConfig
 from models.experts import Experts
 from models.gqa import GQAttention
 from models.layers import MLP, Linear, norm_of, rope_angles
+from models.matmul import project
 from models.mla import MLAttention
 from models.rope import rope_inv_freq
 from models.weights import expected_tensors
@@ -176,8 +177,8 @@ class Decoder(nnx.Module):
 
     def _logits(self, x: jax.Array) -> jax.Array:
         """x: [..., hidden] -> f32[..., vocab]."""
-        form, matrix = ("...h,vh->...v", self.embed) if self.head is None else ("...h,hv->...v", self.head.kernel)
-        logits = jnp.einsum(form, x, matrix[...], precision=self.precision, preferred_element_type=jnp.float32)
+        matrix = self.embed if self.head is None else self.head.kernel
+        logits = project(x, matrix[...], precision=self.precision, preferred_element_type=jnp.float32)
         cap = self.config.logit_softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 

@@ -11,13 +11,14 @@ import numpy as np
 from flax import nnx
 
 from models.config import SWIGLU_ALPHA, SWIGLU_LIMIT, ModelConfig
+from models.matmul import project
 
 
 class Linear(nnx.Module):
-    """x @ kernel (+ bias)."""
+    """x @ kernel.T (+ bias)."""
 
     def __init__(self, kernel: jax.Array, bias: jax.Array | None = None, *, precision: Any = None):
-        self.kernel = nnx.Param(kernel)  # [in, out]
+        self.kernel = nnx.Param(kernel)  # [out, in]
         self.bias = None if bias is None else nnx.Param(bias)  # [out]
         self.precision = precision
 
@@ -35,12 +36,12 @@ class Linear(nnx.Module):
         bias = None
         if any(b is not None for b in biases):
             filled = zip(biases, kernels, strict=True)
-            bias = jnp.concatenate([jnp.zeros(w.shape[1], w.dtype) if b is None else b for b, w in filled])
-        return cls(jnp.concatenate(kernels, axis=1), bias, precision=precision)
+            bias = jnp.concatenate([jnp.zeros(w.shape[0], w.dtype) if b is None else b for b, w in filled])
+        return cls(jnp.concatenate(kernels), bias, precision=precision)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x: [..., in] -> [..., out], in the kernel's dtype."""
-        out = jnp.matmul(x, self.kernel[...], precision=self.precision)
+        out = project(x, self.kernel[...], precision=self.precision)
         return out if self.bias is None else out + self.bias[...]
 
 

@@ -65,9 +65,6 @@ def stored_tensors(config: ModelConfig, names: Mapping[str, str], *, paired_rows
         steps: list[Callable[[np.ndarray], np.ndarray]] = []
         if paired_rows and leaf in ("q", "k", "q_bias", "k_bias"):
             steps.append(lambda array: _half_split_rows(array, config.head_dim))
-        if len(shape) == 2 and leaf != "embed" and not leaf.endswith("_bias"):  # experts have a bias each
-            steps.append(np.transpose)
-            shape = shape[::-1]
         stored.append(StoredTensor(names[leaf].format(layer), shape, (target,), _chain(steps)))
     return stored
 

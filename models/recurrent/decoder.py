@@ -23,6 +23,7 @@ from kvjax.recurrent import HybridLinearKVPool, MambaPool
 from models.attention import paged_attention
 from models.batch import Batch
 from models.layers import Linear, RMSNorm, apply_rope, rope_angles
+from models.matmul import project
 from models.recurrent import cells
 from models.recurrent.config import GatedDelta, HybridConfig, ShortConv
 from models.recurrent.weights import expected_tensors
@@ -247,10 +248,8 @@ class HybridDecoder(nnx.Module):
             if logits == "last":
                 last = jnp.clip(batch.q_lens - 1, 0, x.shape[1] - 1)
                 x = x[:, 0] if x.shape[1] == 1 else jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
-            form, matrix = ("...h,vh->...v", self.embed) if self.head is None else ("...h,hv->...v", self.head.kernel)
-            out = jnp.einsum(
-                form, self.norm(x), matrix[...], precision=self.precision, preferred_element_type=jnp.float32
-            )
+            matrix = self.embed if self.head is None else self.head.kernel
+            out = project(self.norm(x), matrix[...], precision=self.precision, preferred_element_type=jnp.float32)
             return out * c.multipliers.lm_head, pool
 
 

@@ -1,6 +1,6 @@
 """The canonical weights of a hybrid decoder, and the tensors of a Hugging Face directory that they are read from.
 
-Matrices are [in, out] here and [out, in] in files; convolutions [channels, kernel] here, [channels, 1, kernel] there.
+Matrices are [out, in] as in files; convolutions [channels, kernel] here, [channels, 1, kernel] there.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ def layer_shapes(config: HybridConfig, layer: int) -> Shapes:
     """Canonical shapes of one layer's weights."""
     hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
     shapes: Shapes = {"input_norm": (hidden,), "post_norm": (hidden,)}
-    shapes |= {"gate": (hidden, inner), "up": (hidden, inner), "down": (inner, hidden)}
+    shapes |= {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
     if layer in config.attention_layers:
         heads, kv = config.num_heads * dim, config.num_kv_heads * dim
-        shapes |= {"q": (hidden, heads * (1 + config.output_gate)), "k": (hidden, kv), "v": (hidden, kv)}
-        shapes |= {"o": (heads, hidden)} | ({"q_norm": (dim,), "k_norm": (dim,)} if config.qk_norm else {})
+        shapes |= {"q": (heads * (1 + config.output_gate), hidden), "k": (kv, hidden), "v": (kv, hidden)}
+        shapes |= {"o": (hidden, heads)} | ({"q_norm": (dim,), "k_norm": (dim,)} if config.qk_norm else {})
     if layer in config.recurrent_layers:
         shapes |= _cell_shapes(config)
     return shapes
@@ -59,20 +59,20 @@ def _cell_shapes(config: HybridConfig) -> Shapes:
     channels = cell.conv_shape[0]
     shapes: Shapes = {"conv": (channels, cell.kernel)}
     if isinstance(cell, ShortConv):
-        shapes |= {"in": (hidden, 3 * channels), "out": (channels, hidden)}
+        shapes |= {"in": (3 * channels, hidden), "out": (hidden, channels)}
         if cell.bias:
             shapes |= {"conv_bias": (channels,), "in_bias": (3 * channels,), "out_bias": (hidden,)}
     elif isinstance(cell, GatedDelta):
         value = cell.value_heads * cell.value_dim
-        shapes |= {"qkvz": (hidden, channels + value), "ba": (hidden, 2 * cell.value_heads)}
+        shapes |= {"qkvz": (channels + value, hidden), "ba": (2 * cell.value_heads, hidden)}
         shapes |= {"A_log": (cell.value_heads,), "dt_bias": (cell.value_heads,), "state_norm": (cell.value_dim,)}
-        shapes |= {"out": (value, hidden)}
+        shapes |= {"out": (hidden, value)}
     else:
-        shapes |= {"in": (hidden, cell.inner + channels + cell.heads), "out": (cell.inner, hidden)}
+        shapes |= {"in": (cell.inner + channels + cell.heads, hidden), "out": (hidden, cell.inner)}
         shapes |= {name: (cell.heads,) for name in ("A_log", "D", "dt_bias")}
         shapes |= {"state_norm": (cell.inner,)} if cell.gated_norm else {}
         shapes |= {"conv_bias": (channels,)} if cell.conv_bias else {}
-        shapes |= {"in_bias": shapes["in"][1:], "out_bias": (hidden,)} if cell.proj_bias else {}
+        shapes |= {"in_bias": shapes["in"][:1], "out_bias": (hidden,)} if cell.proj_bias else {}
     return shapes
 
 
@@ -80,7 +80,7 @@ def expected_tensors(config: HybridConfig) -> Shapes:
     """Shape of every weight that a model of this config has, by canonical name ("layers.0.q")."""
     shapes: Shapes = {"embed": (config.vocab_size, config.hidden_size), "norm": (config.hidden_size,)}
     if not config.tie_word_embeddings:
-        shapes["lm_head"] = (config.hidden_size, config.vocab_size)
+        shapes["lm_head"] = (config.vocab_size, config.hidden_size)
     for layer in range(config.num_layers):
         shapes |= {f"layers.{layer}.{name}": shape for name, shape in layer_shapes(config, layer).items()}
     return shapes
@@ -107,8 +107,6 @@ def _stored(config: HybridConfig, target: str, shape: tuple[int, ...]) -> Stored
     file_name = f"model.{prefix}.{_file_name(config, leaf)}" if prefix else _outer_name(config, leaf)
     if leaf == "conv":
         return StoredTensor(file_name, (shape[0], 1, shape[1]), (target,), lambda a: (a[:, 0],))
-    if len(shape) == 2 and leaf != "embed":
-        return StoredTensor(file_name, shape[::-1], (target,), lambda a: (a.T,))
     # qwen3_next's norms multiply by 1 + weight, except the gated one behind the state.
     centred = config.family == "qwen3_next" and leaf in ("input_norm", "post_norm", "q_norm", "k_norm", "norm")
     convert: Callable[[np.ndarray], tuple[np.ndarray, ...]] = (lambda a: (a + 1,)) if centred else (lambda a: (a,))

@@ -55,7 +55,7 @@ def test_mla_config_is_read(hf_config):
     assert config.head_dim == config.qk_rope_head_dim == 4
     assert config.attention_scale == 0.25
     shapes = expected_tensors(config)
-    assert shapes["layers.1.q_b"] == (24, 4 * 16)
+    assert shapes["layers.1.q_b"] == (4 * 16, 24)
     assert shapes["layers.1.kv_b_v"] == (4, 10, 16)
 
 

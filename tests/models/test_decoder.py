@@ -236,8 +236,8 @@ def test_interleaved_rotation_is_half_split_rotation_of_reordered_rows():
     for layer in range(config.num_layers):
         for name in ("q", "k"):
             matrix = weights[f"layers.{layer}.{name}"]
-            heads = matrix.reshape(config.hidden_size, -1, config.head_dim)
-            paired[f"layers.{layer}.{name}"] = heads[..., order].reshape(matrix.shape)
+            heads = matrix.reshape(-1, config.head_dim, config.hidden_size)
+            paired[f"layers.{layer}.{name}"] = heads[:, order].reshape(matrix.shape)
     table, size = scattered_table(1, CONTEXT, 4)
     batch, positions = Batch.create(jnp.asarray(table), i32(1), i32(0), i32(12), 12)
     results = [

@@ -26,12 +26,12 @@ def test_weights_arrive_in_the_canonical_layout(write_gguf, gguf_metadata, gguf_
     weights = checkpoint.weights
     assert {name: array.shape for name, array in weights.items()} == expected_tensors(checkpoint.config)
     np.testing.assert_array_equal(weights["embed"], gguf_tensors["token_embd.weight"])
-    np.testing.assert_array_equal(weights["lm_head"], gguf_tensors["output.weight"].T)
-    np.testing.assert_array_equal(weights["layers.1.v"], gguf_tensors["blk.1.attn_v.weight"].T)
-    np.testing.assert_array_equal(weights["layers.1.down"], gguf_tensors["blk.1.ffn_down.weight"].T)
+    np.testing.assert_array_equal(weights["lm_head"], gguf_tensors["output.weight"])
+    np.testing.assert_array_equal(weights["layers.1.v"], gguf_tensors["blk.1.attn_v.weight"])
+    np.testing.assert_array_equal(weights["layers.1.down"], gguf_tensors["blk.1.ffn_down.weight"])
     for leaf in ("q", "k"):
         stored = gguf_tensors[f"blk.1.attn_{leaf}.weight"]
-        np.testing.assert_array_equal(weights[f"layers.1.{leaf}"], _pairs_to_halves(stored, 8).T)
+        np.testing.assert_array_equal(weights[f"layers.1.{leaf}"], _pairs_to_halves(stored, 8))
     assert checkpoint.chat_template is not None
     assert checkpoint.tokenizer is not None
     assert checkpoint.tokenizer.encode("ab ab") == [7, 9]
@@ -45,8 +45,8 @@ def test_stored_types_are_dequantised(write_gguf, gguf_metadata, gguf_tensors, k
     weights = load_checkpoint(path).weights
     stored = gguf_tensors["blk.0.ffn_up.weight"]
     quantised = GGMLQuantizationType[kind]
-    np.testing.assert_array_equal(weights["layers.0.up"], dequantize(quantize(stored, quantised), quantised).T)
-    assert np.abs(weights["layers.0.up"] - stored.T).max() < 0.5
+    np.testing.assert_array_equal(weights["layers.0.up"], dequantize(quantize(stored, quantised), quantised))
+    assert np.abs(weights["layers.0.up"] - stored).max() < 0.5
     assert load_checkpoint(path, dtype=jnp.bfloat16).weights["layers.0.up"].dtype == jnp.bfloat16
 
 
@@ -61,7 +61,7 @@ def test_tied_head_and_qwen3_norms(write_gguf, gguf_metadata, gguf_tensors):
     assert checkpoint.config.tie_word_embeddings
     assert checkpoint.weights["layers.1.k_norm"].tolist() == [2.0] * 8
     # qwen3 rotates by halves in GGUF as well: nothing is reordered.
-    np.testing.assert_array_equal(checkpoint.weights["layers.0.q"], gguf_tensors["blk.0.attn_q.weight"].T)
+    np.testing.assert_array_equal(checkpoint.weights["layers.0.q"], gguf_tensors["blk.0.attn_q.weight"])
 
 
 def test_rope_factors_become_a_scaling(write_gguf, gguf_metadata, gguf_tensors):

@@ -29,7 +29,7 @@ def test_golden_cases_load_with_the_expected_shapes(find_parity, case):
     raw = load_file(directory / "model.safetensors")
     for name, leaf in (("self_attn.o_proj", "o"), ("mlp.down_proj", "down"), ("input_layernorm", "input_norm")):
         np.testing.assert_array_equal(
-            checkpoint.weights[f"layers.1.{leaf}"], raw[f"model.layers.1.{name}.weight"].T, strict=True
+            checkpoint.weights[f"layers.1.{leaf}"], raw[f"model.layers.1.{name}.weight"], strict=True
         )
     assert ("lm_head" in checkpoint.weights) == ("lm_head.weight" in raw)
 
@@ -53,7 +53,7 @@ def test_stored_and_asked_dtypes(write_hf, hf_config, hf_tensors, stored):
     directory = write_hf(hf_config, narrow)
     weights = load_checkpoint(directory).weights
     np.testing.assert_array_equal(
-        weights["layers.0.k"], narrow["model.layers.0.self_attn.k_proj.weight"].astype(np.float32).T
+        weights["layers.0.k"], narrow["model.layers.0.self_attn.k_proj.weight"].astype(np.float32)
     )
     assert load_checkpoint(directory, dtype=jnp.bfloat16).weights["embed"].dtype == jnp.bfloat16
     with pytest.raises(ValueError, match="floating"):

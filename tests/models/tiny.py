@@ -47,7 +47,7 @@ def random_weights(config: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
         if "norm" in name:
             values = 1 + 0.1 * values
         elif name != "embed":
-            values = values / np.sqrt(shape[-2] if len(shape) == 2 else shape[-1])
+            values = values / np.sqrt(shape[-1])
         weights[name] = values.astype(np.float32)
     return weights
 
