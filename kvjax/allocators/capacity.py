@@ -6,8 +6,9 @@ minus pages taken, which the host knows from the lengths. A scheduler asks here 
 
 from __future__ import annotations
 
+import abc
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -18,8 +19,62 @@ if TYPE_CHECKING:
     from kvjax.prefix import RadixCache
 
 
+class CapacityHooks(abc.ABC):
+    """What a scheduler asks of the capacity of any allocator, with the answers that fit most (SGLang's base class)."""
+
+    page_size: int  # tokens
+
+    @property
+    @abc.abstractmethod
+    def pool_tokens(self) -> int:
+        """Tokens of text that the whole pool holds."""
+
+    @abc.abstractmethod
+    def available_size(self) -> int:
+        """Tokens that can be taken now."""
+
+    @abc.abstractmethod
+    def evict_to_free_tokens(self, tree: RadixCache | None, tokens: int) -> tuple[Self, list[np.ndarray]]:
+        """Evict until `tokens` are available, or nothing is left to evict; without a tree nothing happens.
+
+        Returns (mirror with the evicted pages free, evicted slots leaf by leaf: their device release is the caller's).
+        """
+
+    def request_slot_reserve(self, has_req_pool_slot: bool, prefill_tokens: int = 0) -> int:
+        """Tokens that a request takes beyond those of its text; 0 for pools without per-request slots."""
+        del has_req_pool_slot, prefill_tokens
+        return 0
+
+    def max_new_tokens_for_memory(self, input_tokens: int, max_new_tokens: int) -> int:
+        """Output tokens that fit the whole pool, if the request had it alone."""
+        return max_new_tokens_for_memory(
+            input_tokens=input_tokens,
+            max_new_tokens=max_new_tokens,
+            token_capacity=self.pool_tokens,
+            page_size=self.page_size,
+        )
+
+    def prealloc_fits(self, full: int, swa: int, full_budget_tokens: int, swa_budget_tokens: int | None = None) -> bool:
+        """Whether a request of `full` and `swa` tokens fits the budgets (None: no window side)."""
+        return full <= full_budget_tokens and (swa_budget_tokens is None or swa <= swa_budget_tokens)
+
+    def prealloc_ceiling_fits(self, full: int, swa: int) -> bool | None:
+        """Whether the pool could ever hold it; None: the pool sets no ceiling of its own (SGLang's base answer)."""
+        del full, swa
+        return None
+
+    def translate_kv_indices_for_transfer(self, indices: np.ndarray) -> np.ndarray:
+        """Slots as another machine must name them: the same ones, where slots are physical."""
+        return indices
+
+    def check_decode_capacity(self, tree: RadixCache | None, tokens: int) -> tuple[Self, list[np.ndarray], bool]:
+        """Evict for `tokens`, and whether they are available then. Whole pages: pass pages x page_size."""
+        now, pieces = self.evict_to_free_tokens(tree, tokens)
+        return now, pieces, now.available_size() >= tokens
+
+
 @dataclasses.dataclass(frozen=True)
-class Capacity:
+class Capacity(CapacityHooks):
     """Free pages of one allocator, as Python ints. Methods that change it return the new mirror first."""
 
     num_pages: int
@@ -41,38 +96,13 @@ class Capacity:
         ps = allocator.page_size
         return cls(allocator.num_pages, ps, int(allocator.available_size()) // ps)
 
-    # --- questions -------------------------------------------------------------------------------------------------
-
     def available_size(self) -> int:
         """Tokens in free pages."""
         return self.free_pages * self.page_size
 
-    def request_slot_reserve(self, has_req_pool_slot: bool, prefill_tokens: int = 0) -> int:
-        """Tokens that a request takes beyond those of its text; 0 for pools without per-request slots."""
-        del has_req_pool_slot, prefill_tokens
-        return 0
-
-    def max_new_tokens_for_memory(self, input_tokens: int, max_new_tokens: int) -> int:
-        """Output tokens that fit the whole pool, if the request had it alone."""
-        return max_new_tokens_for_memory(
-            input_tokens=input_tokens,
-            max_new_tokens=max_new_tokens,
-            token_capacity=self.num_pages * self.page_size,
-            page_size=self.page_size,
-        )
-
-    def prealloc_fits(self, full: int, swa: int, full_budget_tokens: int, swa_budget_tokens: int | None = None) -> bool:
-        """Whether a request of `full` and `swa` tokens fits the budgets (None: no window side)."""
-        return full <= full_budget_tokens and (swa_budget_tokens is None or swa <= swa_budget_tokens)
-
-    def prealloc_ceiling_fits(self, full: int, swa: int) -> bool | None:
-        """Whether the pool could ever hold it; None: the pool sets no ceiling of its own (SGLang's base answer)."""
-        del full, swa
-        return None
-
-    def translate_kv_indices_for_transfer(self, indices: np.ndarray) -> np.ndarray:
-        """Slots as another machine must name them: the same ones, where slots are physical."""
-        return indices
+    @property
+    def pool_tokens(self) -> int:
+        return self.num_pages * self.page_size
 
     # --- changes: the new mirror first -----------------------------------------------------------------------------
 
@@ -85,17 +115,8 @@ class Capacity:
         return self.took(-pages)
 
     def evict_to_free_tokens(self, tree: RadixCache | None, tokens: int) -> tuple[Capacity, list[np.ndarray]]:
-        """Evict until `tokens` are available, or nothing is left to evict; without a tree nothing happens.
-
-        Returns (mirror with the evicted pages free, evicted slots leaf by leaf: their device release is the caller's).
-        """
         short = tokens - self.available_size()
         if tree is None or short <= 0:
             return self, []
         pieces = tree.evict(short)
         return self.gave(sum(map(len, pieces)) // self.page_size), pieces
-
-    def check_decode_capacity(self, tree: RadixCache | None, tokens: int) -> tuple[Capacity, list[np.ndarray], bool]:
-        """Evict for `tokens`, and whether they are available then. Whole pages: pass pages x page_size."""
-        now, pieces = self.evict_to_free_tokens(tree, tokens)
-        return now, pieces, now.available_size() >= tokens

@@ -15,6 +15,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from kvjax import freelist
+from kvjax.allocators.capacity import Capacity
 from kvjax.allocators.token import TokenToKVPoolAllocator
 from kvjax.indexing import in_range, put, take
 from kvjax.layout import INT32_MAX, capacity_of, positive
@@ -63,6 +64,10 @@ class MambaSlotAllocator:
     def available_size(self) -> jax.Array:
         """i32[]: free slots; those put aside do not count."""
         return self.ring.available_size()
+
+    def capacity(self) -> Capacity:
+        """The mirror that answers capacity questions on the host, in slots, fetched from the device."""
+        return self.ring.capacity()
 
     def to_lists(self) -> tuple[list[int], list[int]]:
         """(free slots, slots put aside), next one first, read to the host."""

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from kvjax import freelist
 from kvjax.allocators.paged import SMALL, PagedTokenToKVPoolAllocator, _released, segment_pages
 from kvjax.allocators.slot_mapping import SlotMapping
+from kvjax.allocators.swa_capacity import SWACapacity
 from kvjax.allocators.token import TokenToKVPoolAllocator
 from kvjax.allocators.window_side import FullSide, PagedWindow
 from kvjax.indexing import put
@@ -125,6 +126,10 @@ class SWATokenToKVPoolAllocator(FullSide, PagedWindow):
     def available_size(self) -> jax.Array:
         """i32[]: tokens that both sides can still take, the smaller of the two."""
         return jnp.minimum(self.full_available_size(), self.swa_available_size())
+
+    def capacity(self) -> SWACapacity:
+        """The mirror of both sides that answers capacity questions on the host, fetched from the device."""
+        return SWACapacity.of(self)
 
     @operation()
     def translate(self, loc: jax.Array) -> jax.Array:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.allocators.swa import Side, create_side, free_items
+from kvjax.allocators.swa_capacity import SWACapacity
 from kvjax.allocators.window_side import PagedWindow
 from kvjax.indexing import in_range
 from kvjax.layout import NO_LOC
@@ -68,6 +69,10 @@ class PureSWATokenToKVPoolAllocator(PagedWindow):
         return self.allocator.available_size()
 
     full_available_size = swa_available_size = available_size
+
+    def capacity(self) -> SWACapacity:
+        """The mirror that answers capacity questions on the host, fetched from the device."""
+        return SWACapacity.of(self)
 
     def is_free(self, pages: jax.Array) -> jax.Array:
         return self.allocator.is_free(pages)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.allocators.swa import Side, create_side, free_items, opened_pages
+from kvjax.allocators.swa_capacity import SWACapacity
 from kvjax.allocators.window_side import FullSide
 from kvjax.freelist import new_tokens
 from kvjax.indexing import in_range
@@ -96,6 +97,10 @@ class SWARingTokenToKVPoolAllocator(FullSide):
     def swa_available_size(self, free_rows: jax.Array) -> jax.Array:
         """i32[]: ring slots of `free_rows` rows (`ReqToTokenPool.available_size()`)."""
         return free_rows * self.ring
+
+    def capacity(self, free_rows: int) -> SWACapacity:
+        """The mirror that answers capacity questions on the host, fetched from the device; free_rows: of the table."""
+        return SWACapacity.of(self, free_rows)
 
     @operation()
     def translate(self, loc: jax.Array) -> jax.Array:
