@@ -1,8 +1,7 @@
 """Recurrent layers over a chunk: each takes its state, runs t tokens of every lane, and gives the state back.
 
 A lane's padding does not move its state: beta, dt and the log decay are set to 0 there, after softplus and clamp, and
-a window ends with the lane's last real tokens. A prompt cut into chunks goes through the same additions as a whole
-one, so chunks carry the state exactly.
+a window ends with the lane's last real tokens. Nothing of a chunk but state and window is needed to go on behind it.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from models.recurrent.config import GatedDelta, Mamba2, ShortConv
+from models.recurrent.scans import gated_delta_scan, mamba2_scan
 
 Window = jax.Array  # [b, channels, kernel - 1], newest last
 
@@ -65,14 +65,7 @@ def gated_delta(
     rate = jax.nn.softplus(decay.reshape(b, t, -1).astype(jnp.float32) + w.dt_bias[...])
     decay = jnp.where(real, -jnp.exp(w.a_log[...].astype(jnp.float32)) * rate, 0)
 
-    def token(state, inputs):
-        q, k, v, beta, decay = inputs
-        state = state * jnp.exp(decay)[..., None, None]
-        known = jnp.sum(state * k[..., None], axis=-2)
-        state = state + k[..., None] * ((v - known) * beta[..., None])[..., None, :]
-        return state, jnp.sum(state * q[..., None], axis=-2)
-
-    state, out = _scan(token, state, (q * keys**-0.5, k, v, beta, decay))
+    state, out = gated_delta_scan(state, q * keys**-0.5, k, v, beta, decay)
     z = z.reshape(b, t, cell.value_heads, cell.value_dim)
     out = w.state_norm(out.astype(x.dtype)) * jax.nn.silu(z)
     return w.project_out(out.reshape(b, t, -1)), window, state
@@ -98,25 +91,13 @@ def mamba2(
     dt = jnp.where(_real(lens, t), dt, 0)  # decay 1, nothing added
     decay = dt * -jnp.exp(w.a_log[...].astype(jnp.float32))
 
-    def token(state, inputs):
-        value, keys, reads, dt, decay = inputs
-        added = (value * dt[..., None])[..., None] * keys[..., None, :]
-        state = state * jnp.exp(decay)[..., None, None] + added
-        return state, jnp.sum(state * reads[..., None, :], axis=-1)
-
-    state, out = _scan(token, state, (value, keys, reads, dt, decay))
+    state, out = mamba2_scan(state, value, keys, reads, dt, decay)
     out = (out + value * w.skip[...][:, None]).reshape(b, t, inner).astype(x.dtype) * jax.nn.silu(z)
     if cell.gated_norm:
         grouped = out.reshape(b, t, cell.groups, -1).astype(jnp.float32)
         grouped = grouped * lax.rsqrt(jnp.mean(jnp.square(grouped), axis=-1, keepdims=True) + w.eps)
         out = grouped.reshape(b, t, inner).astype(x.dtype) * w.state_norm.weight[...]
     return w.project_out(out), window, state
-
-
-def _scan(token, state: jax.Array, inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-    """`token` over axis 1 of the inputs; (state, outputs [b, t, ...])."""
-    state, out = lax.scan(token, state.astype(jnp.float32), jax.tree.map(lambda a: a.swapaxes(0, 1), inputs))
-    return state, out.swapaxes(0, 1)
 
 
 def _real(lens: jax.Array, t: int) -> jax.Array:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from kvjax import HybridReqToTokenPool, Ledger, PagedTokenToKVPoolAllocator
+from kvjax import HybridReqToTokenPool, Ledger, PagedTokenToKVPoolAllocator, release_rows
 from kvjax.compiled import compile_for, h200_available, inspect
 from kvjax.invariants import report
 from models.recurrent.config import GatedDelta, HybridConfig, Mamba2, ShortConv
@@ -21,6 +21,7 @@ CELLS = {
     "lfm2": ShortConv(32, 3, False),
     "qwen3_next": GatedDelta(2, 4, 8, 8, 4),
     "falcon_h1": Mamba2(4, 8, 1, 8, 4, True, False, False, (0.0, float("inf"))),
+    "bamba": Mamba2(4, 8, 2, 8, 4, True, False, True, (0.0, float("inf"))),
 }
 PAGE, LANES = 4, 4
 
@@ -110,3 +111,44 @@ def test_lanes_that_finish_inside_the_program_give_everything_back_and_write_now
     ):
         np.testing.assert_array_equal(now[slots[0]], then[slots[0]], "nothing wrote through the stale slot")
         assert not np.asarray(now[0]).any(), "the sink stays zero"
+
+
+def test_one_compilation_serves_any_mixture_of_lanes():
+    """Random admissions, lengths, limits and retractions: each program is traced once."""
+    config, rng = config_of("lfm2"), np.random.default_rng(1)
+    weights = {n: rng.normal(size=s).astype(np.float32) / 6 for n, s in expected_tensors(config).items()}
+    graph, weights = nnx.split(HybridDecoder.from_weights(config, weights))
+    traced = {"extend": 0, "decode": 0, "release": 0}
+
+    def counted(name, function):
+        def program(*args):
+            traced[name] += 1
+            return function(*args)
+
+        return jax.jit(program, donate_argnums=(0,) if name == "release" else (1, 2))
+
+    extend, release = counted("extend", extend_program(graph)), counted("release", release_rows)
+    decode = counted("decode", decode_program(graph, 4, (3,)))
+    ledger, pool = state(config, 12, 256)
+    rows, lens = np.zeros(LANES, np.int32), np.zeros(LANES, np.int32)
+    for _ in range(60):
+        new = (rows == 0) & (rng.random(LANES) < 0.6)
+        going = (rows > 0) & (rng.random(LANES) < 0.3) & (lens < 40)
+        chunk = np.where(new | going, rng.integers(1, 6, LANES), 0).astype(np.int32)
+        tokens = rng.integers(0, 64, (LANES, 5)).astype(np.int32)
+        asked = np.where(new, -1, np.where(going, rows, 0)).astype(np.int32)
+        ledger, pool, taken, _, _, ok = extend(weights, ledger, pool, asked, np.where(going, lens, 0), tokens, chunk)
+        assert ok
+        rows = np.where(new, np.asarray(taken), rows)
+        lens = np.where(new, chunk, lens + chunk)
+        limit = np.where(lens < 50, rng.integers(0, 5, LANES), 0).astype(np.int32)
+        ledger, pool, left, _, done, ok = decode(weights, ledger, pool, rows, tokens[:, 0], limit)
+        assert ok
+        lens = np.where(np.asarray(left) > 0, lens + int(done), lens)
+        # A lane with limit 0 stood aside: its row is as it was.
+        rows = np.where(limit > 0, np.asarray(left), rows)
+        back = np.where(rng.random(LANES) < 0.2, rows, 0).astype(np.int32)
+        ledger = release(ledger, back)
+        rows = np.where(back > 0, 0, rows)
+    assert traced == {"extend": 1, "decode": 1, "release": 1}
+    assert report(ledger) == ""
