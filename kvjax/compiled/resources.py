@@ -24,7 +24,9 @@ from kvjax.compiled.target import compile_for
 _OCTAL = re.compile(rb"\\([0-7]{3}|.)", re.DOTALL)
 _HEX = re.compile(rb"\\([0-9A-F]{2}|.)", re.DOTALL)
 _ESCAPED = {b"n": b"\n", b"t": b"\t", b"r": b"\r"}
-_PAYLOAD = re.compile(r'custom_call_target="triton_kernel_call(_ffi)?".*?(?:opaque = |backend_config=)"((?:[^"\\]|\\.)*)"')
+_PAYLOAD = re.compile(
+    r'custom_call_target="triton_kernel_call(_ffi)?".*?(?:opaque = |backend_config=)"((?:[^"\\]|\\.)*)"'
+)
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _SHARED = re.compile(r"(\d+) bytes smem")
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -54,9 +56,7 @@ def compile_for_h200(
     """
     with tempfile.TemporaryDirectory() as folder:
         options = {"xla_dump_to": folder, "xla_dump_emitter_re": "ptx"}  # JAX 0.11 asks for both
-        compiled = compile_for(
-            fn, args, "h200", donate_argnums=donate_argnums, kwargs=kwargs, compiler_options=options
-        )
+        compiled = compile_for(fn, args, "h200", donate_argnums=donate_argnums, kwargs=kwargs, compiler_options=options)
         dumped = [path.read_text() for path in sorted(Path(folder).glob("*.ptx"))]
     found = {text: of_ptx(text) for text in dumped if ".entry" in text}
     for ptx, shared in _triton_calls(compiled.as_text() or ""):
