@@ -9,8 +9,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from kvjax.compat import traced_for
 from kvjax.pools import MHATokenToKVPool, MLATokenToKVPool
 from kvjax.pools.dtypes import SUPPORTED
+from pallas_kernels import jax_triton_adapter, registry
 from pallas_kernels.kv_write import kv_write, pallas_triton
 from pallas_kernels.kv_write.plan import Config, default_config
 from tests.kernels import triton_interpreter
@@ -201,6 +203,19 @@ def test_what_a_kernel_cannot_do_is_said(values, dtype, reason):
     leaf = jnp.zeros((8, values[0][0], 16), jnp.float32)
     with pytest.raises(ValueError, match=f"'pallas_triton' cannot be used: {reason}"):
         kv_write((leaf,), (parts,), jnp.zeros(2, jnp.int32), dtype=jnp.float32, interpret=True)
+
+
+def test_a_gpu_without_e4m3_gets_xla_and_others_the_kernel():
+    def best(device, name):
+        case = CASES[name]
+        arrays = (case.leaves, case.values, case.scales, case.loc, case.valid)
+        with traced_for(device, 100, "cuda"):
+            return registry.best("kv_write", *arrays, dtype=case.dtype)
+
+    e4m3, bf16 = "Qwen3-32B e4m3 from bf16", "Llama-3-8B bf16"
+    kernel = "pallas_triton" if jax_triton_adapter.why_not() else "triton"
+    assert [best("NVIDIA A100", name) for name in (e4m3, bf16)] == ["xla", kernel]
+    assert [best("NVIDIA H200", name) for name in (e4m3, bf16)] == [kernel, kernel]
 
 
 @pytest.mark.parametrize(
