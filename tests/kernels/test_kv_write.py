@@ -60,6 +60,8 @@ def make(name, store="integer", valid=None):
     for heads, width, parts in leaves:
         store_dtype = dtype if store == "same" else np.dtype(f"uint{8 * dtype.itemsize}")
         old = rng.integers(0, 256, (SLOTS, heads, width * dtype.itemsize), np.uint8).view(store_dtype)
+        if store == "same":  # XLA's CPU backend converts such a leaf as a whole, and a NaN loses its payload
+            old = np.where(np.isnan(old.astype(np.float32)), 1, old).astype(dtype)
         old[0] = 0
         kept.append(old)
         row = rng.normal(size=(len(LOC), heads, sum(parts))).astype(np.float32)
