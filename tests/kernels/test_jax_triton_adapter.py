@@ -69,7 +69,7 @@ def test_newer_jax_is_refused_with_the_reason(monkeypatch):
 def test_a_platform_without_a_known_gpu_is_refused_with_the_reason():
     with pytest.raises(ValueError, match="need an NVIDIA GPU, this process runs on 'cpu'"):
         jax_triton_adapter.compute_capability()
-    with traced_for("NVIDIA Imaginary 1", 10, "cuda"), pytest.raises(ValueError, match="Imaginary.*CAPABILITIES"):
+    with traced_for("NVIDIA Imaginary 1", 10, "cuda"), pytest.raises(ValueError, match=r"Imaginary.*CAPABILITIES"):
         jax_triton_adapter.compute_capability()
     with traced_for("NVIDIA H200", 132, "cuda"):
         assert jax_triton_adapter.compute_capability() == 90
