@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.arguments import power_of_two
-from pallas_kernels.books import ALLOCATED, COMMITTED, FREE_ROWS, HEAD, OWNED_FROM, Books
+from pallas_kernels.books import ALLOCATED, COMMITTED, FREE_ROWS, HEAD, OWNED_FROM, Books, too_many_lanes
 from pallas_kernels.pallas_books import (
     exclusive,
     lanes_of,
@@ -86,6 +86,11 @@ def _kernel(*refs, page_size: int, interpret: bool):
     ok[()] = good
 
 
+def unsupported(*arrays: jax.Array, **_: int) -> str | None:
+    """Why this call has no kernel; None where it has one."""
+    return too_many_lanes(arrays[-1].shape[0])
+
+
 def ledger_decode(*arrays: jax.Array, page_size: int, interpret: bool = False) -> tuple[jax.Array, ...]:
     """See `pallas_kernels.ledger_decode`. Returns (req_to_token, lens, counters, loc, positions, ok)."""
     *state, rows, _ = arrays
@@ -102,9 +107,7 @@ def ledger_decode(*arrays: jax.Array, page_size: int, interpret: bool = False) -
             jax.ShapeDtypeStruct((), jnp.bool_),
         ),
         input_output_aliases={argument: result for result, argument in enumerate(at)},
-        compiler_params=plgpu.CompilerParams(
-            num_warps=min(8, max(1, power_of_two(rows.shape[0]) // 32)), num_stages=1
-        ),
+        compiler_params=plgpu.CompilerParams(num_warps=min(8, max(1, power_of_two(rows.shape[0]) // 32)), num_stages=1),
         interpret=interpret,
         name="ledger_decode",
     )(*arrays)

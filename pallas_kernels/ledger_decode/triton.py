@@ -11,7 +11,7 @@ import triton.language as tl
 
 from pallas_kernels import jax_triton_adapter
 from pallas_kernels.arguments import power_of_two
-from pallas_kernels.books import Books
+from pallas_kernels.books import Books, too_many_lanes
 from pallas_kernels.triton_books import exclusive, live_rows, table_entry, taken_pages, twins, wrapped
 
 
@@ -93,6 +93,11 @@ def _kernel(
     else:
         tl.store(counters, free - taken)
     tl.store(ok, good)
+
+
+def unsupported(*arrays: jax.Array, **_: int) -> str | None:
+    """Why this call has no kernel; None where it has one."""
+    return too_many_lanes(arrays[-1].shape[0])
 
 
 def ledger_decode(*arrays: jax.Array, page_size: int) -> tuple[jax.Array, ...]:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.books import ALLOCATED, FREE_ROWS, HEAD, OWNED_FROM, ROW_FAULTS, Books
+from pallas_kernels.books import ALLOCATED, FREE_ROWS, HEAD, OWNED_FROM, ROW_FAULTS, Books, too_many_lanes
 from pallas_kernels.pallas_books import barrier, exclusive, lanes_of, live_rows, number, store, twins
 from pallas_kernels.pallas_pages import Held, give_back, row_pages
 from pallas_kernels.release import RELEASED
@@ -48,6 +48,11 @@ def _kernel(*refs, page_size: int, interpret: bool):
     given, faults = give_back(held, table, books.pages, books.page_pos, free, head, page_size, interpret)
     books.counters[books.free] = free + given
     books.counters[books.free + 2] = page_faults + faults
+
+
+def unsupported(*arrays: jax.Array, **_: int) -> str | None:
+    """Why this call has no kernel; None where it has one."""
+    return too_many_lanes(arrays[-1].shape[0])
 
 
 def release(*arrays: jax.Array, page_size: int, interpret: bool = False) -> tuple[jax.Array, ...]:

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from pallas_kernels import jax_triton_adapter
 from pallas_kernels.arguments import power_of_two
-from pallas_kernels.books import Books
+from pallas_kernels.books import Books, too_many_lanes
 from pallas_kernels.release import RELEASED
 from pallas_kernels.triton_books import exclusive, live_rows, twins
 from pallas_kernels.triton_pages import block_size, give_back
@@ -71,15 +71,18 @@ def _kernel(
     tl.store(row_counters, num_free + tl.sum(freed, 0))
     tl.store(row_counters + 1, row_faults + tl.sum(refused.to(tl.int32), 0))
 
-    given, faults = give_back(
-        row, first, count, table, pages, page_pos, free, head, BLOCK, WIDTH, PAGES, PAGE, RING
-    )
+    given, faults = give_back(row, first, count, table, pages, page_pos, free, head, BLOCK, WIDTH, PAGES, PAGE, RING)
     if RING:
         tl.store(counters + 1, free + given)
         tl.store(counters + 3, page_faults + faults)
     else:
         tl.store(counters, free + given)
         tl.store(counters + 2, page_faults + faults)
+
+
+def unsupported(*arrays: jax.Array, **_: int) -> str | None:
+    """Why this call has no kernel; None where it has one."""
+    return too_many_lanes(arrays[-1].shape[0])
 
 
 def release(*arrays: jax.Array, page_size: int) -> tuple[jax.Array, ...]:
