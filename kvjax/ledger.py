@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kvjax.allocators import (
     PagedTokenToKVPoolAllocator,
@@ -25,11 +26,15 @@ from kvjax.allocators import (
 )
 from kvjax.freelist import all_distinct, is_first
 from kvjax.indexing import put, put2, take, take2
+from kvjax.kernels import books_of, serves, with_books
 from kvjax.layout import NEW_ROW, NO_LOC, ceil_div, page_of, positive, round_down, round_up
 from kvjax.operation import int32, mask, once_if, operation, same_length, state, static
 from kvjax.ragged import lanes_of
 from kvjax.rows import HybridReqToTokenPool, ReqToTokenPool
 from kvjax.window import edge, give_back, needed_from
+from pallas_kernels.ledger_decode import ledger_decode
+from pallas_kernels.ledger_extend import ledger_extend
+from pallas_kernels.release import release
 
 Table = ReqToTokenPool | HybridReqToTokenPool
 WindowAllocator = SWATokenToKVPoolAllocator | PureSWATokenToKVPoolAllocator | SWARingTokenToKVPoolAllocator
@@ -159,6 +164,15 @@ def alloc_for_extend(
     width, ps, table = positive("capacity", capacity), ledger.page_size, ledger.table
     rows, prefix, seq = int32("rows", rows, 1), int32("prefix_lens", prefix_lens, 1), int32("seq_lens", seq_lens, 1)
     b = same_length(rows=rows, prefix_lens=prefix, seq_lens=seq)
+    if prefix_loc is not None and jnp.shape(prefix_loc)[-1:] == (0,):
+        prefix_loc = None  # nothing was found
+    found_elsewhere = None if prefix_loc is None and owned_from is None else "prefix_loc and owned_from"
+    sizes = {"page_size": ps, "capacity": width}
+    if serves("ledger_extend", implementation, ledger, rows, prefix, seq, reason=found_elsewhere, **sizes):
+        books, rows, loc, ok = ledger_extend(
+            books_of(ledger), rows, prefix, seq, implementation=implementation, **sizes
+        )
+        return with_books(ledger, books), rows, loc, ok
     wants, held = rows == NEW_ROW, rows > 0
     now = take(ledger.lens, rows)  # of held rows; row 0 otherwise
     own = jnp.where(wants, round_up(prefix, ps), jnp.minimum(now[:, OWNED_FROM], round_up(prefix, ps)))
@@ -169,8 +183,6 @@ def alloc_for_extend(
         asked = int32("owned_from", owned_from, 1)
         same_length(rows=rows, owned_from=asked)
         own = jnp.where(wants, asked, own)
-    if prefix_loc is not None and jnp.shape(prefix_loc)[-1:] == (0,):
-        prefix_loc = None  # nothing was found
     if prefix_loc is not None:
         found = int32("prefix_loc", prefix_loc, 2)
         same_length(rows=rows, prefix_loc=found)
@@ -256,9 +268,15 @@ def alloc_for_decode(
     Returns (ledger, loc i32[b], positions i32[b], ok bool[]); 0 on lanes that are not active and on failure.
     """
     rows, table, ps = int32("rows", rows, 1), ledger.table, ledger.page_size
+    if active is not None:
+        active = mask("active", active, rows.shape)
+    used = np.ones(rows.shape, bool) if active is None else active
+    if serves("ledger_decode", implementation, ledger, rows, used, page_size=ps):
+        books, *out = ledger_decode(books_of(ledger), rows, used, page_size=ps, implementation=implementation)
+        return with_books(ledger, books), *out
     live = rows != 0
     if active is not None:
-        live &= mask("active", active, rows.shape)
+        live &= active
     now = take(ledger.lens, rows)
     position = jnp.where(live, now[:, COMMITTED], 0)
     has = live & (position < now[:, ALLOCATED])
@@ -288,14 +306,16 @@ def alloc_for_decode(
     return out, jnp.where(done, loc, 0), jnp.where(done, position, 0), ok
 
 
-@operation()
-def release_rows(ledger: Ledger, rows: jax.Array) -> Ledger:
+@operation("implementation")
+def release_rows(ledger: Ledger, rows: jax.Array, *, implementation: str | None = None) -> Ledger:
     """Give back rows (i32[m], 0 = padding) and the pages that they own, [owned_from, allocated), in lane order.
 
     The pages go back as one group, as SGLang's do when requests of a batch finish together. A row that is not live
     changes nothing and counts in the table's faults.
     """
     rows, table, ps = int32("rows", rows, 1), ledger.table, ledger.page_size
+    if serves("release", implementation, ledger, rows, page_size=ps):
+        return with_books(ledger, release(books_of(ledger), rows, page_size=ps, implementation=implementation))
     used = table.is_live(rows) & is_first(rows)
     now = take(ledger.lens, rows)
     owned = used & (now[:, ALLOCATED] > now[:, OWNED_FROM])

@@ -15,7 +15,7 @@ def ledger_decode(
     active: jax.Array,
     *,
     page_size: int,
-    implementation: str,
+    implementation: str | None = None,
     interpret: bool = False,
 ) -> tuple[Books, jax.Array, jax.Array, jax.Array]:
     """A slot for the next token of every active row, all or nothing. `kvjax.alloc_for_decode` defines the meaning,

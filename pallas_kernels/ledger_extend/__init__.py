@@ -19,7 +19,7 @@ def ledger_extend(
     *,
     page_size: int,
     capacity: int,
-    implementation: str,
+    implementation: str | None = None,
     interpret: bool = False,
 ) -> tuple[Books, jax.Array, jax.Array, jax.Array]:
     """Rows and slots for one chunk of prefill, all or nothing. `kvjax.alloc_for_extend` defines the meaning (SGLang:

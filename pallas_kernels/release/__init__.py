@@ -8,7 +8,9 @@ from pallas_kernels import arguments, registry
 from pallas_kernels.books import Books, check
 
 
-def release(books: Books, rows: jax.Array, *, page_size: int, implementation: str, interpret: bool = False) -> Books:
+def release(
+    books: Books, rows: jax.Array, *, page_size: int, implementation: str | None = None, interpret: bool = False
+) -> Books:
     """Give back rows and their pages [owned_from, allocated), in lane order. `kvjax.release_rows` defines the meaning,
     in plain jax.numpy, for a ledger without window side, recurrent slots and staged pages.
 
