@@ -1,7 +1,7 @@
 """ledger_decode as one Pallas program (Triton lowering).
 
-The program reads everything that decides, then decides by sums over all lanes, and only then writes: the sums are
-barriers between its threads, so a read cannot see what another lane writes.
+The program reads everything that decides, then decides by sums over all lanes, and only then writes. A barrier stands
+between the two, so no thread reads what another one writes.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels.arguments import power_of_two
 from pallas_kernels.books import ALLOCATED, COMMITTED, FREE_ROWS, HEAD, OWNED_FROM, Books, too_many_lanes
 from pallas_kernels.pallas_books import (
+    barrier,
     exclusive,
     lanes_of,
     live_rows,
@@ -74,6 +75,7 @@ def _kernel(*refs, page_size: int, interpret: bool):
     slot = jnp.where(has, again, jnp.where(opens, fresh, last + 1))
     done = live & good
     zero = jnp.where(done, known, 0)
+    barrier(interpret)
     store(table, (zero, jnp.where(done, position, 0)), slot, done, interpret)
     store(lens, (zero, jnp.full_like(zero, COMMITTED)), position + 1, done, interpret)
     store(lens, (zero, jnp.full_like(zero, ALLOCATED)), jnp.maximum(position + 1, allocated), done, interpret)
