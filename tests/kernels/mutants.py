@@ -20,7 +20,8 @@ def load(path: str, old: str, new: str) -> ModuleType:
     file = Path(_FOLDER.name, f"mutant_{abs(hash((path, old, new)))}.py")
     file.write_text(source.replace(old, new))
     spec = importlib.util.spec_from_file_location(file.stem, file)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
