@@ -158,6 +158,9 @@ def alloc_for_extend(
         longer than the row's committed tokens, a prefix that ends inside a page which the row does not own, a prefix
         whose window the window layers do not hold any more, and whatever the allocator refuses.
 
+    implementation: "xla", a kernel's name, or None for the best of the platform (`pallas_kernels.registry`); ValueError
+        where a kernel is named that cannot serve this ledger (kvjax.kernels says which ones it can).
+
     Returns (ledger, rows i32[b] with the new rows filled in, loc i32[capacity]: new slots back to back in lane order,
     ok bool[]). On failure rows and loc are 0.
     """
@@ -265,6 +268,7 @@ def alloc_for_decode(
     committed length; a slot that the row already has there (allocated > committed) is used again. Refused: a row that
     is not live or appears twice, a full row, a page which the row does not own. With a window, each active row first
     gives back at most one page that is out of it; when the call then fails for memory, that release stays.
+    implementation: see `alloc_for_extend`.
     Returns (ledger, loc i32[b], positions i32[b], ok bool[]); 0 on lanes that are not active and on failure.
     """
     rows, table, ps = int32("rows", rows, 1), ledger.table, ledger.page_size
@@ -311,7 +315,7 @@ def release_rows(ledger: Ledger, rows: jax.Array, *, implementation: str | None 
     """Give back rows (i32[m], 0 = padding) and the pages that they own, [owned_from, allocated), in lane order.
 
     The pages go back as one group, as SGLang's do when requests of a batch finish together. A row that is not live
-    changes nothing and counts in the table's faults.
+    changes nothing and counts in the table's faults. implementation: see `alloc_for_extend`.
     """
     rows, table, ps = int32("rows", rows, 1), ledger.table, ledger.page_size
     if serves("release", implementation, ledger, rows, page_size=ps):

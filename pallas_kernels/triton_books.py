@@ -9,6 +9,12 @@ import triton.language as tl
 
 
 @triton.jit
+def only_if(flag, lanes):
+    """The lanes' flags where the one flag is set. (`lanes & flag` is no mask in Triton's interpreter.)"""
+    return tl.where(flag, lanes, False)
+
+
+@triton.jit
 def exclusive(values):
     """Sum of the earlier lanes."""
     return tl.cumsum(values, 0) - values

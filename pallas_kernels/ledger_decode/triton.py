@@ -12,7 +12,7 @@ import triton.language as tl
 from pallas_kernels import jax_triton_adapter
 from pallas_kernels.arguments import power_of_two
 from pallas_kernels.books import Books, too_many_lanes
-from pallas_kernels.triton_books import exclusive, live_rows, table_entry, taken_pages, twins, wrapped
+from pallas_kernels.triton_books import exclusive, live_rows, only_if, table_entry, taken_pages, twins, wrapped
 
 
 @triton.jit
@@ -76,9 +76,9 @@ def _kernel(
     rank = exclusive(opened)
     good = (tl.sum((live & ~legal).to(tl.int32), 0) == 0) & (total <= free)
     at = wrapped(head, rank, PAGES) if RING else free - 1 - rank
-    fresh = tl.load(pages + at, mask=opens & good, other=0) * PAGE
+    fresh = tl.load(pages + at, mask=only_if(good, opens), other=0) * PAGE
     slot = tl.where(has, again, tl.where(opens, fresh, last + 1))
-    done = live & good
+    done = only_if(good, live)
     tl.debug_barrier()
 
     tl.store(table_entry(table, known, position, WIDTH), slot, mask=done)

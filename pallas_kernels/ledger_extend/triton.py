@@ -13,7 +13,7 @@ from pallas_kernels import jax_triton_adapter
 from pallas_kernels.arguments import power_of_two
 from pallas_kernels.books import Books, too_many_lanes
 from pallas_kernels.ledger_extend import EXTENDED
-from pallas_kernels.triton_books import exclusive, live_rows, table_entry, taken_pages, twins, wrapped
+from pallas_kernels.triton_books import exclusive, live_rows, only_if, table_entry, taken_pages, twins, wrapped
 from pallas_kernels.triton_pages import block_size, give_back
 
 NEW_ROW = tl.constexpr(-1)
@@ -98,9 +98,10 @@ def _kernel(
 
     keep = tl.maximum(started, tl.cdiv(owned_from, PAGE))
     most = tl.minimum(tl.cdiv(allocated, PAGE), (WIDTH + PAGE - 1) // PAGE)
-    surplus = tl.where(held & grows & lawful, tl.maximum(most - keep, 0), 0)
-    new = tl.where(grows & lawful, seq - prefix, 0)
-    needed = tl.where(grows & lawful, tl.cdiv(seq, PAGE) - started, 0)
+    grown = only_if(lawful, grows)
+    surplus = tl.where(held & grown, tl.maximum(most - keep, 0), 0)
+    new = tl.where(grown, seq - prefix, 0)
+    needed = tl.where(grown, tl.cdiv(seq, PAGE) - started, 0)
     tokens = tl.sum(new, 0)
     needs = tl.sum(needed, 0)
     fits = lawful & (tokens <= CAPACITY) & (needs <= free + tl.sum(surplus, 0))
@@ -130,14 +131,15 @@ def _kernel(
         good = good & (tl.sum((real & ~goes_on).to(tl.int32), 0) == 0)
 
     taken_rows = tl.where(good, wanted, 0)
+    opened = only_if(good, wants)
     at = num_free - taken_rows + exclusive(wants.to(tl.int32))
-    row = tl.where(wants, tl.load(free_rows + at, mask=wants & good, other=0), row)
-    age = tl.load(generation + row, mask=wants & good, other=0)
+    row = tl.where(wants, tl.load(free_rows + at, mask=opened, other=0), row)
+    age = tl.load(generation + row, mask=opened, other=0)
     tl.debug_barrier()
-    tl.store(generation + row, age + 1, mask=wants & good)
+    tl.store(generation + row, age + 1, mask=opened)
     tl.store(row_counters, num_free - taken_rows)
     tl.store(rows_out + lane, tl.where(good, row, 0), mask=real)
-    written = good & (row > 0) & (wants | grows)
+    written = only_if(good, (row > 0) & (wants | grows))
     tl.store(lens + row * 3, seq, mask=written)
     tl.store(lens + row * 3 + 1, seq, mask=written)
     tl.store(lens + row * 3 + 2, own, mask=written)

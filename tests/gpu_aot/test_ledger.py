@@ -5,7 +5,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from jax import lax
 
 from kvjax import (
     Ledger,
@@ -75,3 +74,49 @@ def test_an_operation_is_one_kernel_in_place(operation, name, implementation):
     assert facts.alias_bytes == nbytes(ledger)
     assert facts.temp_bytes < 1024
     assert facts.large_ops(4 * ledger.lens.shape[0]) == []
+
+
+STEPS = 8
+
+
+def decode_loop(ledger, rows, ends, *, implementation):
+    """What a decode program does with its ledger: finished rows go back, the others get their next slots."""
+
+    def turn(c):
+        step, ledger, rows, loc, positions, ok = c
+        ended = lax.dynamic_index_in_dim(ends, step, keepdims=False)
+        ledger = release_rows(ledger, jnp.where(ended, rows, 0), implementation=implementation)
+        rows = jnp.where(ended, 0, rows)
+        ledger, loc, positions, ok = alloc_for_decode(ledger, rows, implementation=implementation)
+        return step + 1, ledger, rows, loc, positions, ok
+
+    none = jnp.zeros_like(rows)
+    start = (jnp.int32(0), ledger, rows, none, none, jnp.ones((), bool))
+    return lax.while_loop(lambda c: (c[0] < STEPS) & c[-1], turn, start)
+
+
+@pytest.mark.parametrize("implementation", ["xla", *IMPLEMENTATIONS])
+def test_a_decode_loop_keeps_the_books_in_two_kernels_a_step(implementation, record_property):
+    ledger, lane = abstract("Llama-3-8B serving")
+    ends = jax.ShapeDtypeStruct((STEPS, *lane.shape), jnp.bool_)
+    loop = functools.partial(decode_loop, implementation=implementation)
+    facts = inspect(compile_for(loop, (ledger, lane, ends), "h200", donate_argnums=0))
+    turn = max(facts.loop_kernels.values())
+    record_property("kernels_per_step", turn)
+    assert facts.alias_bytes >= nbytes(ledger)
+    assert facts.large_ops(4 * ledger.table.max_context_len) == []
+    if implementation == "xla":
+        assert turn > 15  # why there are kernels
+    else:
+        # release and decode; XLA's own are the rows of both as one fusion, the step count, and the loop's condition.
+        assert turn <= 5
+        assert len(facts.loop_kernels) == 1  # none of the loops that "xla" has inside
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_many_ledgers_under_vmap_take_the_jax_numpy_code(operation):
+    ledger, lane = abstract("three lanes, pages of 3")
+    many = jax.tree.map(lambda a: jax.ShapeDtypeStruct((4, *a.shape), a.dtype), (ledger, lane, lane, lane))
+    facts = inspect(compile_for(jax.vmap(OPERATIONS[operation]), many, "h200", donate_argnums=0))
+    assert facts.kernels > 1
+    assert facts.alias_bytes >= nbytes(many[0])
