@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
 
 from kvjax import (
     Ledger,
