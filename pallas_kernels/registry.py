@@ -33,6 +33,7 @@ TABLE: dict[str, dict[str, str]] = {
     "ledger_decode": {"xla": "reference", "triton": "triton", "pallas_triton": "pallas_triton"},
     "ledger_extend": {"xla": "reference", "triton": "triton", "pallas_triton": "pallas_triton"},
     "release": {"xla": "reference", "triton": "triton", "pallas_triton": "pallas_triton"},
+    "kv_write": {"xla": "reference", "triton": "triton", "pallas_triton": "pallas_triton"},
 }
 
 
