@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.books import FREE_ROWS, HEAD, Books
+from pallas_kernels.indexing import in_range, parked
 
 SMALLEST = -(2**31)
 
@@ -15,16 +16,14 @@ SMALLEST = -(2**31)
 def read(array: jax.Array, at: tuple[jax.Array, ...], wanted: jax.Array | bool = True) -> jax.Array:
     """array[at] where wanted and inside, else its first entry, the padding; at: an index of each axis."""
     for index, extent in zip(at, array.shape, strict=True):
-        wanted = wanted & (index >= 0) & (index < extent)
+        wanted = wanted & in_range(index, extent)
     return array[tuple(jnp.where(wanted, index, 0) for index in at)]
 
 
 def write(array: jax.Array, at: tuple[jax.Array, ...], value: jax.Array | int, wanted: jax.Array) -> jax.Array:
     """array[at] = value where wanted; the indices are inside there, and no two are equal."""
     first, *rest = at
-    # Each dropped lane gets an index of its own behind the end: then XLA needs no compare-and-swap.
-    parked = array.shape[0] + jnp.arange(first.size, dtype=jnp.int32).reshape(first.shape)
-    indices = (jnp.where(wanted, first, parked), *(jnp.where(wanted, index, 0) for index in rest))
+    indices = (parked(first, array.shape[0], wanted), *(jnp.where(wanted, index, 0) for index in rest))
     return array.at[indices].set(value, mode="drop", unique_indices=True)
 
 
@@ -36,7 +35,7 @@ def ranks(flags: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def lengths(books: Books, rows: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(committed, allocated, owned_from) of each row; of row 0 where there is no such row."""
-    inside = (rows >= 0) & (rows < books.lens.shape[0])
+    inside = in_range(rows, books.lens.shape[0])
     committed, allocated, owned_from = books.lens[jnp.where(inside, rows, 0)].T
     return committed, allocated, owned_from
 
@@ -44,16 +43,16 @@ def lengths(books: Books, rows: jax.Array) -> tuple[jax.Array, jax.Array, jax.Ar
 def live_rows(books: Books, rows: jax.Array) -> jax.Array:
     """bool: the row is handed out (`kvjax.freelist` says how the witness works)."""
     at = read(books.row_pos, (rows,))
-    listed = (at >= 0) & (at < books.row_counters[FREE_ROWS]) & (read(books.free_rows, (at,)) == rows)
-    return (rows > 0) & (rows < books.row_pos.shape[0]) & ~listed
+    listed = in_range(at, books.row_counters[FREE_ROWS]) & (read(books.free_rows, (at,)) == rows)
+    return in_range(rows, books.row_pos.shape[0], 1) & ~listed
 
 
 def taken_pages(books: Books, pages: jax.Array) -> jax.Array:
     """bool: the id is a page's and the page is handed out."""
     count, at = books.pages.shape[0], read(books.page_pos, (pages,))
     depth = jnp.where(at < books.counters[HEAD], at - books.counters[HEAD] + count, at - books.counters[HEAD])
-    inside = (at >= 0) & (at < count) & ((depth if books.ring else at) < books.counters[books.free])
-    return (pages > 0) & (pages <= count) & ~(inside & (read(books.pages, (at,)) == pages))
+    inside = in_range(at, count) & ((depth if books.ring else at) < books.counters[books.free])
+    return in_range(pages, count + 1, 1) & ~(inside & (read(books.pages, (at,)) == pages))
 
 
 def wrapped(books: Books, rank: jax.Array) -> jax.Array:
