@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from kvjax.allocators import (
     PagedTokenToKVPoolAllocator,
@@ -274,9 +273,8 @@ def alloc_for_decode(
     rows, table, ps = int32("rows", rows, 1), ledger.table, ledger.page_size
     if active is not None:
         active = mask("active", active, rows.shape)
-    used = np.ones(rows.shape, bool) if active is None else active
-    if serves("ledger_decode", implementation, ledger, rows, used, page_size=ps):
-        books, *out = ledger_decode(books_of(ledger), rows, used, page_size=ps, implementation=implementation)
+    if serves("ledger_decode", implementation, ledger, rows, rows, page_size=ps):
+        books, *out = ledger_decode(books_of(ledger), rows, active, page_size=ps, implementation=implementation)
         return with_books(ledger, books), *out
     live = rows != 0
     if active is not None:

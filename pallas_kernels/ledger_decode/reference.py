@@ -24,7 +24,7 @@ def ledger_decode(*arrays: jax.Array, page_size: int) -> tuple[jax.Array, ...]:
     *state, rows, active = arrays
     books = Books(*state)
     table = books.req_to_token
-    live = active & (rows != 0)
+    live = (active != 0) & (rows != 0)
     committed, allocated, owned_from = lengths(books, rows)
     position = jnp.where(live, committed, 0)
     offset = position % page_size

@@ -108,10 +108,11 @@ def corrupted(rng: np.random.Generator, s: Shape, books: Books) -> Books:
 
 def _disturbed(rng: np.random.Generator, s: Shape, books: Books, rows: np.ndarray, always: bool) -> np.ndarray:
     """Sometimes one lane holds a row twice, a free row, or what is no row."""
-    if not always and rng.random() < 0.7:
+    if not always and rng.random() < 0.5:
         return rows
-    count = int(books.row_counters[0])
-    bad = [rows[0], -2, s.rows + 1, LARGEST, SMALLEST, *books.free_rows[:count][:2]]
+    bad = rows[rows > 0]
+    if bad.size == 0 or rng.random() < 0.5:
+        bad = [-2, s.rows + 1, LARGEST, SMALLEST, *books.free_rows[: int(books.row_counters[0])][:3]]
     rows = rows.copy()
     rows[rng.integers(0, rows.size)] = rng.choice(bad)
     return rows
@@ -128,7 +129,7 @@ def decode_call(rng: np.random.Generator, s: Shape, books: Books) -> tuple[np.nd
     if rng.random() < 0.85:
         rows = rows[books.lens[rows, COMMITTED] < s.context]
     rows = _disturbed(rng, s, books, _lanes(rng, s, rows), False)
-    return rows, rng.random(s.batch) < 0.85
+    return rows, rng.random(s.batch) < rng.choice([0.8, 1.0])
 
 
 def extend_call(rng: np.random.Generator, s: Shape, books: Books) -> tuple[np.ndarray, ...]:
@@ -160,6 +161,8 @@ def release_call(rng: np.random.Generator, s: Shape, books: Books) -> tuple[np.n
     """(rows,)."""
     rows = live_rows(books)
     rows = _lanes(rng, s, rows[rng.random(rows.size) < rng.choice([0.2, 0.9])])
+    if rng.random() < 0.3:  # the same few rows, again and again
+        rows = rng.choice(_disturbed(rng, s, books, rows, True)[:3], s.batch)
     return (_disturbed(rng, s, books, rows, False),)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import tempfile
 from pathlib import Path
@@ -12,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 _FOLDER = tempfile.TemporaryDirectory()  # Triton reads the source of a kernel when it is called, so the file must stay
 
 
+@functools.cache
 def load(path: str, old: str, new: str) -> ModuleType:
     """The module at `path` (from the root of the repository) with `old`, which stands in it once, replaced."""
     source = (ROOT / path).read_text()
