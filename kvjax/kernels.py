@@ -7,7 +7,7 @@ books than it knows, and stay with the jax.numpy code of kvjax.ledger, on every 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 
@@ -58,7 +58,7 @@ def _why_none(ledger: Ledger) -> str | None:
 
 def books_of(ledger: Ledger) -> Books:
     """The ledger's arrays, as kernels take them; for ledgers that have one."""
-    table, allocator = ledger.table, ledger.allocator
+    table, allocator = cast(ReqToTokenPool, ledger.table), ledger.allocator
     return Books(
         req_to_token=table.req_to_token,
         lens=ledger.lens,

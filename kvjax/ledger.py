@@ -172,7 +172,7 @@ def alloc_for_extend(
     sizes = {"page_size": ps, "capacity": width}
     if serves("ledger_extend", implementation, ledger, rows, prefix, seq, reason=found_elsewhere, **sizes):
         books, rows, loc, ok = ledger_extend(
-            books_of(ledger), rows, prefix, seq, implementation=implementation, **sizes
+            books_of(ledger), rows, prefix, seq, page_size=ps, capacity=width, implementation=implementation
         )
         return with_books(ledger, books), rows, loc, ok
     wants, held = rows == NEW_ROW, rows > 0
@@ -274,8 +274,10 @@ def alloc_for_decode(
     if active is not None:
         active = mask("active", active, rows.shape)
     if serves("ledger_decode", implementation, ledger, rows, rows, page_size=ps):
-        books, *out = ledger_decode(books_of(ledger), rows, active, page_size=ps, implementation=implementation)
-        return with_books(ledger, books), *out
+        books, loc, position, ok = ledger_decode(
+            books_of(ledger), rows, active, page_size=ps, implementation=implementation
+        )
+        return with_books(ledger, books), loc, position, ok
     live = rows != 0
     if active is not None:
         live &= active

@@ -7,6 +7,8 @@ goes back once, at its first place, and no prefix sum is larger than a block.
 JAX's interpreter has no atomic minimum for equal indices. Blocks go one after the other, so an earlier block's mark
 is known when the next one looks, and inside a block the lanes are compared with each other.
 """
+# pyright: reportArgumentType=false
+# A piece of a reference, `ref.at[...]`, has no type that load and store declare.
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def pages_of(books: Books, rows: jax.Array, start: jax.Array, end: jax.Array, us
     """i32[b * pages per row]: pages that begin at tokens start .. end - 1 of each used row; 0 elsewhere."""
     column = jnp.arange(0, books.req_to_token.shape[1], ps, dtype=jnp.int32)[None, :]
     held = used[:, None] & (column >= start[:, None]) & (column < end[:, None])
-    slot = read(books.req_to_token, jnp.broadcast_arrays(rows[:, None], column), held)
+    slot = read(books.req_to_token, tuple(jnp.broadcast_arrays(rows[:, None], column)), held)
     return jnp.where(held, slot // ps, 0).reshape(-1)
 
 

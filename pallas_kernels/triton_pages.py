@@ -4,6 +4,8 @@ The pages are taken in blocks, in lane order, three times: every page gets the m
 the marks tell how many pages go back, which says where they lie; then they are written. So a page that stands twice
 goes back once, at its first place, and no prefix sum is larger than a block.
 """
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# Triton compiles the text of its kernels; read as Python, it has other types.
 
 import triton
 import triton.language as tl

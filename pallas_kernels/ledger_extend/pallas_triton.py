@@ -4,6 +4,8 @@ the new tokens, in blocks.
 One program, because what it decides it also writes: rows, pages and counters would otherwise be read by programs that
 start after the first has written them.
 """
+# pyright: reportArgumentType=false
+# A piece of a reference, `ref.at[...]`, has no type that load and store declare.
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 One program, because what it decides it also writes: rows, pages and counters would otherwise be read by programs that
 start after the first has written them. The tokens are taken in blocks, as many as there are.
 """
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# Triton compiles the text of its kernels; read as Python, it has other types.
 
 import jax
 import jax.numpy as jnp

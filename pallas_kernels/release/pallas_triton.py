@@ -1,4 +1,6 @@
 """release as one Pallas program (Triton lowering): rows first, then their pages (`pallas_kernels.pallas_pages`)."""
+# pyright: reportArgumentType=false
+# A piece of a reference, `ref.at[...]`, has no type that load and store declare.
 
 from __future__ import annotations
 

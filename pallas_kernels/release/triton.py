@@ -1,4 +1,6 @@
 """release as one Triton program: rows first, then their pages in blocks (`pallas_kernels.triton_pages`)."""
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# Triton compiles the text of its kernels; read as Python, it has other types.
 
 import jax
 import triton

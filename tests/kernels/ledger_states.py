@@ -3,6 +3,8 @@
 A state is made in one go, not by calls, so that it holds what a ledger holds after a long life: witnesses that point
 anywhere, slots of requests that are gone in the page table, garbage behind the ends of lists and in the padding row.
 """
+# pyright: reportArgumentType=false
+# States are NumPy arrays here, in the fields and arguments of jax.Array.
 
 from __future__ import annotations
 
@@ -184,7 +186,7 @@ class Case:
         return {**sizes, "capacity": self.shape.capacity} if self.operation == "ledger_extend" else sizes
 
     @property
-    def arrays(self) -> tuple[np.ndarray, ...]:
+    def arrays(self) -> tuple[Any, ...]:
         return (*self.books, *self.lanes)
 
 

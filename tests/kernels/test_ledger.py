@@ -1,4 +1,6 @@
 """A ledger's operations: every implementation does to random states what `kvjax.ledger` does, bit for bit."""
+# pyright: reportArgumentType=false
+# States are NumPy arrays here, in the fields and arguments of jax.Array.
 
 from __future__ import annotations
 
@@ -206,7 +208,7 @@ def test_the_cases_reach_both_ends(name):
 def every_way(operation: str, name: str):
     """Implementations that run in this process, as functions of (books, *lanes)."""
     shape = SHAPES[name]
-    static = Case(operation, shape, None, ()).static  # pyright: ignore[reportArgumentType]
+    static = Case(operation, shape, None, ()).static
     return {way: jitted(operation, way, **static) for way in ("xla", "pallas_triton")}
 
 
@@ -295,7 +297,7 @@ def test_a_ledger_without_a_kernel_says_so(kind):
     for call in (
         alloc_for_decode,
         release_rows,
-        lambda *a, **k: alloc_for_extend(*a, lanes, lanes, capacity=4, **k),
+        lambda ledger, rows, **k: alloc_for_extend(ledger, rows, lanes, lanes, capacity=4, **k),
     ):
         with pytest.raises(ValueError, match=f"'triton' cannot be used: no kernel knows .*{kind}.*choose 'xla'"):
             call(other, lanes, implementation="triton")
