@@ -25,11 +25,15 @@ from kvjax.allocators import (
 )
 from kvjax.freelist import all_distinct, is_first
 from kvjax.indexing import put, put2, take, take2
+from kvjax.kernels import books_of, serves, with_books
 from kvjax.layout import NEW_ROW, NO_LOC, ceil_div, page_of, positive, round_down, round_up
 from kvjax.operation import int32, mask, once_if, operation, same_length, state, static
 from kvjax.ragged import lanes_of
 from kvjax.rows import HybridReqToTokenPool, ReqToTokenPool
 from kvjax.window import edge, give_back, needed_from
+from pallas_kernels.ledger_decode import ledger_decode
+from pallas_kernels.ledger_extend import ledger_extend
+from pallas_kernels.release import release
 
 Table = ReqToTokenPool | HybridReqToTokenPool
 WindowAllocator = SWATokenToKVPoolAllocator | PureSWATokenToKVPoolAllocator | SWARingTokenToKVPoolAllocator
@@ -153,12 +157,24 @@ def alloc_for_extend(
         longer than the row's committed tokens, a prefix that ends inside a page which the row does not own, a prefix
         whose window the window layers do not hold any more, and whatever the allocator refuses.
 
+    implementation: "xla", a kernel's name, or None for the best of the platform (`pallas_kernels.registry`); ValueError
+        where a kernel is named that cannot serve this ledger (kvjax.kernels says which ones it can).
+
     Returns (ledger, rows i32[b] with the new rows filled in, loc i32[capacity]: new slots back to back in lane order,
     ok bool[]). On failure rows and loc are 0.
     """
     width, ps, table = positive("capacity", capacity), ledger.page_size, ledger.table
     rows, prefix, seq = int32("rows", rows, 1), int32("prefix_lens", prefix_lens, 1), int32("seq_lens", seq_lens, 1)
     b = same_length(rows=rows, prefix_lens=prefix, seq_lens=seq)
+    if prefix_loc is not None and jnp.shape(prefix_loc)[-1:] == (0,):
+        prefix_loc = None  # nothing was found
+    found_elsewhere = None if prefix_loc is None and owned_from is None else "prefix_loc and owned_from"
+    sizes = {"page_size": ps, "capacity": width}
+    if serves("ledger_extend", implementation, ledger, rows, prefix, seq, reason=found_elsewhere, **sizes):
+        books, rows, loc, ok = ledger_extend(
+            books_of(ledger), rows, prefix, seq, page_size=ps, capacity=width, implementation=implementation
+        )
+        return with_books(ledger, books), rows, loc, ok
     wants, held = rows == NEW_ROW, rows > 0
     now = take(ledger.lens, rows)  # of held rows; row 0 otherwise
     own = jnp.where(wants, round_up(prefix, ps), jnp.minimum(now[:, OWNED_FROM], round_up(prefix, ps)))
@@ -169,8 +185,6 @@ def alloc_for_extend(
         asked = int32("owned_from", owned_from, 1)
         same_length(rows=rows, owned_from=asked)
         own = jnp.where(wants, asked, own)
-    if prefix_loc is not None and jnp.shape(prefix_loc)[-1:] == (0,):
-        prefix_loc = None  # nothing was found
     if prefix_loc is not None:
         found = int32("prefix_loc", prefix_loc, 2)
         same_length(rows=rows, prefix_loc=found)
@@ -253,12 +267,20 @@ def alloc_for_decode(
     committed length; a slot that the row already has there (allocated > committed) is used again. Refused: a row that
     is not live or appears twice, a full row, a page which the row does not own. With a window, each active row first
     gives back at most one page that is out of it; when the call then fails for memory, that release stays.
+    implementation: see `alloc_for_extend`.
     Returns (ledger, loc i32[b], positions i32[b], ok bool[]); 0 on lanes that are not active and on failure.
     """
     rows, table, ps = int32("rows", rows, 1), ledger.table, ledger.page_size
+    if active is not None:
+        active = mask("active", active, rows.shape)
+    if serves("ledger_decode", implementation, ledger, rows, rows, page_size=ps):
+        books, loc, position, ok = ledger_decode(
+            books_of(ledger), rows, active, page_size=ps, implementation=implementation
+        )
+        return with_books(ledger, books), loc, position, ok
     live = rows != 0
     if active is not None:
-        live &= mask("active", active, rows.shape)
+        live &= active
     now = take(ledger.lens, rows)
     position = jnp.where(live, now[:, COMMITTED], 0)
     has = live & (position < now[:, ALLOCATED])
@@ -288,14 +310,16 @@ def alloc_for_decode(
     return out, jnp.where(done, loc, 0), jnp.where(done, position, 0), ok
 
 
-@operation()
-def release_rows(ledger: Ledger, rows: jax.Array) -> Ledger:
+@operation("implementation")
+def release_rows(ledger: Ledger, rows: jax.Array, *, implementation: str | None = None) -> Ledger:
     """Give back rows (i32[m], 0 = padding) and the pages that they own, [owned_from, allocated), in lane order.
 
     The pages go back as one group, as SGLang's do when requests of a batch finish together. A row that is not live
-    changes nothing and counts in the table's faults.
+    changes nothing and counts in the table's faults. implementation: see `alloc_for_extend`.
     """
     rows, table, ps = int32("rows", rows, 1), ledger.table, ledger.page_size
+    if serves("release", implementation, ledger, rows, page_size=ps):
+        return with_books(ledger, release(books_of(ledger), rows, page_size=ps, implementation=implementation))
     used = table.is_live(rows) & is_first(rows)
     now = take(ledger.lens, rows)
     owned = used & (now[:, ALLOCATED] > now[:, OWNED_FROM])
