@@ -21,6 +21,9 @@ NAMES = ("xla", "triton", "pallas_triton", "mosaic")
 TABLE: dict[str, dict[str, str]] = {
     "alloc_decode": {"xla": "reference", "pallas_triton": "pallas_triton"},
     "alloc_extend": {"xla": "reference", "pallas_triton": "pallas_triton"},
+    "paged_decode_gqa": {"xla": "reference", "pallas_triton": "pallas_triton"},
+    "paged_decode_mla": {"xla": "reference", "pallas_triton": "pallas_triton"},
+    "paged_extend": {"xla": "reference", "pallas_triton": "pallas_triton"},
 }
 
 

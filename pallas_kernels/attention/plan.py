@@ -1,0 +1,132 @@
+"""How a call is cut into programs: tiles of query rows, pieces of columns, splits of the keys. Python ints only.
+
+A program serves one lane, one KV head, a tile of query rows (tokens x heads of that KV head) and one split of the
+tile's keys. Blocks of a kernel have power-of-two extents, so a width of 576 is read as 512 + 64 and one of 80 as
+64 + 16, and no bytes beside the pool's own are moved.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from pallas_kernels.arguments import power_of_two
+from pallas_kernels.attention.options import Config, Options
+
+LEAST = 16  # extent of a matmul block, at least
+PROGRAMS = 132 * 8  # splits are made until there are so many: a few for each multiprocessor of an H100 or H200
+KEYS_PER_SPLIT = 256  # fewer would make the merge as dear as the attention
+MOST_SPLITS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Columns start .. start + width - 1 of a row, of which the first `used` are real."""
+
+    start: int
+    width: int  # a power of two >= LEAST
+    used: int
+
+
+def pieces(columns: int, start: int = 0, whole: bool = False) -> tuple[Piece, ...]:
+    """One or two pieces that cover `columns`; whole: one, padded."""
+    head = max(LEAST, power_of_two(columns) if whole else 1 << (columns.bit_length() - 1))
+    if columns <= head:
+        return (Piece(start, head, columns),)
+    rest = columns - head
+    return Piece(start, head, head), Piece(start + head, max(LEAST, power_of_two(rest)), rest)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Everything static that the kernels need."""
+
+    batch: int
+    tokens: int  # t, queries per lane
+    kv_heads: int
+    group: int  # query heads per KV head
+    v_dim: int  # columns of the result
+    table_rows: int
+    columns: int  # of the table
+    slots: int
+    k_pieces: tuple[Piece, ...]
+    v_pieces: tuple[Piece, ...]  # latent: the same as k_pieces[:1], and the keys that were read serve as values
+    tile_heads: int  # query heads per tile, padded: a power of two
+    tile_tokens: int
+    config: Config
+
+    @property
+    def head_tiles(self) -> int:
+        return -(-self.group // self.tile_heads)
+
+    @property
+    def token_tiles(self) -> int:
+        return -(-self.tokens // self.tile_tokens)
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """(KV head x head tile x token tile, lane, split)."""
+        return self.kv_heads * self.head_tiles * self.token_tiles, self.batch, self.config.splits
+
+
+def make_plan(q, k, table, given, options: Options) -> Plan:
+    """The plan of checked arguments; q: [b, t, Hq, D]; given: extras by name."""
+    b, t, heads, q_dim = q.shape
+    kv_heads = k.shape[1]
+    group = heads // kv_heads
+    if options.rank is None:
+        k_pieces, v_dim = pieces(q_dim), given["v"].shape[-1]
+        v_pieces = pieces(v_dim)
+    else:
+        rope = q_dim - options.rank
+        v_pieces, v_dim = pieces(options.rank, whole=True), options.rank
+        k_pieces = v_pieces + (pieces(rope, options.rank, whole=True) if rope else ())
+    config = options.config or default_config(
+        b, t, kv_heads, group, table.shape[1], k_pieces, v_pieces, q.dtype.itemsize, latent=options.rank is not None
+    )
+    tile_heads = min(power_of_two(group), config.block_m)
+    tile_tokens = config.block_m // tile_heads
+    if t == 1:  # rows beyond the heads are padding anyway
+        tile_heads, tile_tokens = config.block_m, 1
+    return Plan(
+        batch=b,
+        tokens=t,
+        kv_heads=kv_heads,
+        group=group,
+        v_dim=v_dim,
+        table_rows=table.shape[0],
+        columns=table.shape[1],
+        slots=k.shape[0],
+        k_pieces=k_pieces,
+        v_pieces=v_pieces,
+        tile_heads=tile_heads,
+        tile_tokens=tile_tokens,
+        config=config,
+    )
+
+
+def default_config(
+    batch: int,
+    tokens: int,
+    kv_heads: int,
+    group: int,
+    columns: int,
+    k_pieces: tuple[Piece, ...],
+    v_pieces: tuple[Piece, ...],
+    itemsize: int,
+    *,
+    latent: bool,
+) -> Config:
+    """A config that compiles for an H200 without spills; what it costs in time was not measured."""
+    wide = max(sum(p.width for p in k_pieces), sum(p.width for p in v_pieces))
+    rows = group * tokens
+    block_m = min(64, max(LEAST, power_of_two(rows)))
+    if itemsize == 4 and wide > 128:
+        block_m = min(block_m, 32)
+    block_n = 32 if wide > 128 or itemsize == 4 else 64
+    num_warps = 8 if block_m > 32 and wide > 128 else 4
+    tiles = -(-rows // block_m)
+    most = max(1, min(MOST_SPLITS, columns // KEYS_PER_SPLIT))
+    splits = min(most, -(-PROGRAMS // (batch * kv_heads * tiles)))
+    if tokens > 1 and tiles > 1:  # a chunk of prefill fills the card by its tiles
+        splits = 1 if batch * kv_heads * tiles >= PROGRAMS // 8 else splits
+    return Config(block_m=block_m, block_n=block_n, splits=splits, num_warps=num_warps, num_stages=2)
