@@ -5,6 +5,10 @@ replaced. The platform is that of the device the program is traced for: the ambi
 (`kvjax.compiled.compile_for` sets it, so that a step compiled on a CPU machine for a GPU gets the GPU's kernel),
 otherwise it is the default backend of this process.
 
+An implementation is a module in the folder of its operation, with a function that carries the operation's name. It may
+also have `unsupported(*arrays, **static) -> str | None`, called with the arguments of that function (of the arrays only
+shape and dtype count): a sentence when it cannot do this call. None passes over it, a named choice raises it.
+
 This package imports nothing from kvjax: kvjax is built on it.
 """
 
@@ -14,10 +18,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+
+from pallas_kernels import jax_triton_adapter
 
 NAMES = ("xla", "triton", "pallas_triton", "mosaic")
+PALLAS = ("pallas_triton", "mosaic")  # run interpreted too
+BEST_ON_A_GPU = ("triton", "pallas_triton")  # in this order, "xla" where neither can
 
-# operation -> implementation -> module of the operation's folder; the function carries the operation's name.
+# operation -> implementation -> module of the operation's folder.
 TABLE: dict[str, dict[str, str]] = {
     "alloc_decode": {"xla": "reference", "pallas_triton": "pallas_triton"},
     "alloc_extend": {"xla": "reference", "pallas_triton": "pallas_triton"},
@@ -25,15 +34,6 @@ TABLE: dict[str, dict[str, str]] = {
     "paged_decode_mla": {"xla": "reference", "pallas_triton": "pallas_triton"},
     "paged_extend": {"xla": "reference", "pallas_triton": "pallas_triton"},
 }
-
-
-def has_pallas_triton() -> bool:
-    """Whether this JAX still has Pallas' Triton lowering (deprecated since 0.11)."""
-    try:
-        import_module("jax.experimental.pallas.triton")
-    except ImportError:
-        return False
-    return True
 
 
 def target_platform() -> str:
@@ -44,55 +44,122 @@ def target_platform() -> str:
 
 
 def available(operation: str) -> tuple[str, ...]:
-    """The implementations of `operation` that this JAX can trace, "xla" first. ValueError: no such operation."""
-    if operation not in TABLE:
-        raise ValueError(f"no operation {operation!r}; there are {', '.join(sorted(TABLE))}")
-    return tuple(n for n in TABLE[operation] if n != "pallas_triton" or has_pallas_triton())
+    """The implementations of `operation` that this installation can trace, "xla" first. ValueError: no such one."""
+    return tuple(n for n in _implementations(operation) if _not_installed(n) is None)
 
 
-def call(operation: str, implementation: str | None, interpret: bool, *arrays: jax.Array, **static: Any) -> Any:
-    """Run `operation` on `arrays` with the chosen implementation.
+def best(operation: str, *arrays: Any, **static: Any) -> str:
+    """The implementation that `implementation=None` takes for this call, on the platform traced for."""
+    have = _implementations(operation)
+    if target_platform() == "gpu":
+        for name in BEST_ON_A_GPU:
+            if name in have and _why_not(operation, name, arrays, static) is None:
+                return name
+    return "xla"
+
+
+def call(operation: str, implementation: str | None, interpret: bool, *arrays: Any, **static: Any) -> Any:
+    """Run `operation` on `arrays` (arrays, or pytrees of them) with the chosen implementation.
 
     implementation: a name of `NAMES`, or None for the best of the platform lowered for.
     interpret: run the Pallas kernel in the interpreter (any platform, slow); names "pallas_triton" when None.
     static: the operation's static arguments, handed to whichever implementation runs.
-    Raises ValueError when a named implementation is unknown, absent or cannot run here.
+    Raises ValueError when a named implementation is unknown, absent or cannot do this call here.
     """
-    arrays = tuple(map(jnp.asarray, arrays))
+    arrays = jax.tree.map(jnp.asarray, arrays)
     if implementation is None and not interpret:
-        xla = _load(operation, "xla")
-        if target_platform() != "gpu" or "pallas_triton" not in available(operation):
+        name, xla = best(operation, *arrays, **static), _load(operation, "xla")
+        if name == "xla":
             return xla(*arrays, **static)
-        kernel = _load(operation, "pallas_triton")
+        kernel = _load(operation, name)
+        if name == "triton":
+            kernel = _batched_by(xla, kernel, static)
         # A process with a GPU can still lower for a CPU, and a GPU need not be NVIDIA's.
         return jax.lax.platform_dependent(
             *arrays, cuda=lambda *a: kernel(*a, **static), default=lambda *a: xla(*a, **static)
         )
     name = implementation or "pallas_triton"
-    _check_named(operation, name, interpret)
-    if name == "pallas_triton":
+    if reason := _refused(operation, name, interpret, arrays, static):
+        raise ValueError(reason)
+    if name in PALLAS:
         static["interpret"] = interpret
     return _load(operation, name)(*arrays, **static)
 
 
+def _implementations(operation: str) -> dict[str, str]:
+    if operation not in TABLE:
+        raise ValueError(f"no operation {operation!r}; there are {', '.join(sorted(TABLE))}")
+    return TABLE[operation]
+
+
+def _module(operation: str, implementation: str) -> Any:
+    return import_module(f"pallas_kernels.{operation}.{TABLE[operation][implementation]}")
+
+
 def _load(operation: str, implementation: str) -> Callable[..., Any]:
-    module = import_module(f"pallas_kernels.{operation}.{TABLE[operation][implementation]}")
-    return getattr(module, operation)
+    return getattr(_module(operation, implementation), operation)
 
 
-def _check_named(operation: str, implementation: str, interpret: bool) -> None:
-    have = available(operation)
-    choose = f"choose one of {', '.join(map(repr, have))}, or None for the best of the platform"
-    if implementation not in NAMES:
-        raise ValueError(f"implementation={implementation!r} is not one of {', '.join(NAMES)}; {choose}")
-    if implementation not in TABLE[operation]:
-        raise ValueError(f"{operation} has no {implementation!r} implementation; {choose}")
-    if implementation not in have:
-        raise ValueError(f"this JAX ({jax.__version__}) has no Pallas Triton lowering; {choose}")
-    if interpret and implementation != "pallas_triton":
-        raise ValueError(f"interpret=True is for Pallas kernels, not for {implementation!r}; leave it out")
-    if implementation == "pallas_triton" and not interpret and target_platform() != "gpu":
-        raise ValueError(
-            f"{operation}: 'pallas_triton' needs an NVIDIA GPU and the platform is {target_platform()!r}; pass "
-            f"interpret=True to run it in the interpreter, or choose 'xla' or None"
-        )
+def _not_installed(implementation: str) -> str | None:
+    """Why this installation cannot trace such kernels."""
+    if implementation == "triton":
+        return jax_triton_adapter.why_not()
+    lowering = {"pallas_triton": "triton", "mosaic": "mosaic_gpu"}.get(implementation)
+    if lowering is not None:
+        try:
+            import_module(f"jax.experimental.pallas.{lowering}")
+        except ImportError as error:
+            return f"this JAX ({jax.__version__}) has no such Pallas lowering ({error})"
+    return None
+
+
+def _why_not(operation: str, implementation: str, arrays: tuple[Any, ...], static: dict[str, Any]) -> str | None:
+    """Why the implementation cannot do this call on the platform traced for; asked of those that `TABLE` has."""
+    if reason := _not_installed(implementation):
+        return reason
+    if implementation == "triton":
+        try:
+            jax_triton_adapter.compute_capability()
+        except ValueError as error:
+            return str(error)
+    unsupported = getattr(_module(operation, implementation), "unsupported", None)
+    return None if unsupported is None else unsupported(*arrays, **static)
+
+
+def _refused(operation: str, name: str, interpret: bool, arrays: tuple[Any, ...], static: dict[str, Any]) -> str | None:
+    """Why a named choice is refused, with the way out."""
+    have = _implementations(operation)
+    choose = f"choose one of {', '.join(map(repr, available(operation)))}, or None for the best of the platform"
+    if name not in NAMES:
+        return f"implementation={name!r} is not one of {', '.join(NAMES)}; {choose}"
+    if name not in have:
+        return f"{operation} has no {name!r} implementation; {choose}"
+    if interpret and name not in PALLAS:
+        return f"interpret=True is for Pallas kernels, not for {name!r}; leave it out"
+    if name != "xla" and not interpret and target_platform() != "gpu":
+        way = "pass interpret=True to run it in the interpreter, or " if name in PALLAS else ""
+        return f"{operation}: {name!r} needs an NVIDIA GPU and the platform is {target_platform()!r}; {way}{choose}"
+    if reason := _why_not(operation, name, arrays, static):
+        return f"{operation}: {name!r} cannot be used: {reason}; {choose}"
+    return None
+
+
+def _batched_by(xla: Callable[..., Any], kernel: Callable[..., Any], static: dict[str, Any]) -> Callable[..., Any]:
+    """`kernel`, with `xla` in its place under vmap: jax-triton has no batching rule."""
+
+    def run(*arrays: Any, **_: Any) -> Any:
+        leaves, tree = jax.tree.flatten(arrays)
+
+        @custom_vmap
+        def flat(*leaves: jax.Array) -> Any:
+            return kernel(*jax.tree.unflatten(tree, leaves), **static)
+
+        @flat.def_vmap
+        def _(_size: int, in_batched: list[bool], *leaves: jax.Array) -> Any:
+            axes = tuple(0 if batched else None for batched in in_batched)
+            out = jax.vmap(lambda *x: xla(*jax.tree.unflatten(tree, x), **static), in_axes=axes)(*leaves)
+            return out, jax.tree.map(lambda _: True, out)
+
+        return flat(*leaves)
+
+    return run

@@ -1,0 +1,154 @@
+"""Run the Triton implementation of an operation on the CPU, in Triton's own interpreter.
+
+Triton reads TRITON_INTERPRET when it is imported, so this happens in a process of its own; starting it takes seconds,
+so a test module collects its calls and makes one `run` of them all. The whole module of an implementation runs there,
+its grid and block sizes included: only `jax_triton_adapter.call` is replaced.
+
+Every buffer lies between two guard zones. A kernel that writes outside one of its buffers fails the run; what it
+reads outside of an array that it does not update is 0xFF bytes, NaN in every float type and -1 in the integers.
+"""
+
+import dataclasses
+import importlib
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+GUARD = 1 << 16  # bytes on each side of a buffer
+READ, WRITTEN = 0xFF, 0xA5  # what fills the guards: a NaN would hide a sum that is written there
+TYPES = {
+    "bfloat16": "bf16",
+    "float32": "fp32",
+    "float16": "fp16",
+    "float8_e4m3fn": "fp8e4nv",
+    "float8_e5m2": "fp8e5",
+    "int64": "i64",
+    "int32": "i32",
+    "int16": "i16",
+    "int8": "i8",
+    "uint32": "u32",
+    "uint16": "u16",
+    "uint8": "u8",
+    "bool": "i1",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call `module.function(*arguments, **static)`, as `registry` would make it for the implementation."""
+
+    module: str  # "pallas_kernels.kv_write.triton"
+    function: str
+    arguments: tuple[Any, ...]  # pytrees of NumPy arrays
+    static: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def run(calls: Sequence[Call], timeout: float = 240) -> list[Any]:
+    """The results of the calls, as pytrees of NumPy arrays, from one process. An exception there is a RuntimeError."""
+    with tempfile.TemporaryDirectory() as folder:
+        asked, answered = Path(folder, "calls"), Path(folder, "results")
+        asked.write_bytes(pickle.dumps(list(calls)))
+        environment = {
+            **os.environ,
+            "TRITON_INTERPRET": "1",
+            "JAX_PLATFORMS": "cpu",
+            "PYTHONPATH": str(ROOT),
+        }
+        command = [sys.executable, "-m", "tests.kernels.triton_interpreter", str(asked), str(answered)]
+        done = subprocess.run(
+            command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False
+        )
+        if done.returncode:
+            raise RuntimeError(f"the interpreted calls failed:\n{done.stderr[-6000:]}")
+        return pickle.loads(answered.read_bytes())
+
+
+class _Buffer:
+    """An array between guards, and what Triton's interpreter wants of a tensor."""
+
+    def __init__(self, array: np.ndarray | None, like: Any, fill: int):
+        dtype, self._fill = np.dtype(like.dtype), fill
+        self.dtype, self._numpy_dtype, self._shape = TYPES[dtype.name], dtype, like.shape
+        self._bytes = np.full(2 * GUARD + int(np.prod(like.shape)) * dtype.itemsize + 16, fill, np.uint8)
+        start = GUARD + (-(self._bytes.ctypes.data + GUARD)) % 16  # as aligned as a device buffer
+        self._inside = self._bytes[start : start + int(np.prod(like.shape)) * dtype.itemsize]
+        if array is not None:
+            self._inside[:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        else:
+            self._inside[:] = fill  # an output that the kernel leaves out does not look like zeros
+
+    @property
+    def value(self) -> np.ndarray:
+        return self._inside.view(self._numpy_dtype).reshape(self._shape).copy()
+
+    def guards_are_whole(self) -> bool:
+        start = self._inside.ctypes.data - self._bytes.ctypes.data
+        guards = self._bytes[:start], self._bytes[start + self._inside.size :]
+        return all((guard == self._fill).all() for guard in guards)
+
+    def data_ptr(self) -> int:
+        return self._inside.ctypes.data
+
+    # The interpreter copies tensors to the host and back; these are there already.
+    def untyped_storage(self) -> "_Buffer":
+        return self
+
+    cpu = untyped_storage
+
+    def new_empty(self, *_: Any, **__: Any) -> "_Buffer":
+        return self
+
+    def storage_offset(self) -> int:
+        return 0
+
+    size = stride = storage_offset
+
+    def set_(self, *_: Any) -> None: ...
+
+    copy_ = set_
+
+
+def call(
+    kernel, arrays, *, grid, in_place=(), out_shapes=(), num_warps=4, num_stages=3, **constexprs
+) -> tuple[np.ndarray, ...]:
+    """What `jax_triton_adapter.call` does, on NumPy arrays in the interpreter."""
+    from pallas_kernels import jax_triton_adapter
+
+    jax_triton_adapter.check_arguments(kernel, arrays, in_place, out_shapes, constexprs)
+    buffers = [_Buffer(np.asarray(a), a, WRITTEN if i in in_place else READ) for i, a in enumerate(arrays)]
+    outputs = [_Buffer(None, shape, WRITTEN) for shape in out_shapes]
+    before = [b.value.tobytes() for b in buffers]
+    kernel[tuple(grid)](*buffers, *outputs, *(None for _ in in_place), **constexprs)
+    for position, (buffer, old) in enumerate(zip(buffers, before, strict=True)):
+        assert position in in_place or buffer.value.tobytes() == old, f"argument {position} is no in-place buffer"
+    assert all(b.guards_are_whole() for b in (*buffers, *outputs)), "the kernel wrote outside its buffers"
+    return (*(buffers[i].value for i in in_place), *(output.value for output in outputs))
+
+
+def main(asked: str, answered: str) -> None:
+    import jax
+
+    from pallas_kernels import jax_triton_adapter
+
+    def interpreted(*args: Any, **kwargs: Any) -> tuple[jax.Array, ...]:
+        return tuple(map(jax.numpy.asarray, call(*args, **kwargs)))
+
+    jax_triton_adapter.call = interpreted
+    results = []
+    for asked_call in pickle.loads(Path(asked).read_bytes()):
+        function = getattr(importlib.import_module(asked_call.module), asked_call.function)
+        arguments = jax.tree.map(jax.numpy.asarray, asked_call.arguments)
+        results.append(jax.tree.map(np.asarray, function(*arguments, **asked_call.static)))
+    Path(answered).write_bytes(pickle.dumps(results))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
