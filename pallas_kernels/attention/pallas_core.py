@@ -26,11 +26,6 @@ LOG2E = 1.4426950408889634  # scores are kept in units of log 2: exp2 is one ins
 
 def attend(q, k, req_to_token, rows, kv_lens, *extras, options: Options, interpret: bool = False) -> jax.Array:
     """What `attention.reference.attend` computes, in one kernel, or two where keys are split."""
-    if k.dtype.itemsize == 1 and 2**31 <= k.size <= 2**32:
-        raise ValueError(
-            f"a pool of {k.size} one-byte entries would be addressed with 32-bit offsets here; choose 'xla' or "
-            "'triton', or make the pool smaller than 2 GiB per layer."
-        )
     given = dict(zip(options.extras, extras, strict=True))
     decode = q.ndim == 3
     tall = q[:, None] if decode else q
@@ -69,6 +64,15 @@ def attend(q, k, req_to_token, rows, kv_lens, *extras, options: Options, interpr
         )(*result, *last.values())
     heads = q.shape[-2]
     return result[0].reshape((b, heads, plan.v_dim) if decode else (b, t, heads, plan.v_dim))
+
+
+def why_not(q, k, *arrays, options: Options) -> str | None:
+    """Why a call cannot be done: Pallas widens its 32-bit offsets by the bytes of an array, not by its entries."""
+    v = dict(zip(options.extras, arrays[3:], strict=True)).get("v", k)
+    for pool in (k, v):
+        if pool.dtype.itemsize == 1 and 2**31 < pool.size <= 2**32:
+            return f"a pool of {pool.size} one-byte entries would be addressed with signed 32-bit offsets"
+    return None
 
 
 def _columns(piece: Piece) -> jax.Array:

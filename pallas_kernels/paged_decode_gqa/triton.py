@@ -1,0 +1,11 @@
+"""paged_decode_gqa as Triton kernels, shared with its siblings."""
+
+import jax
+
+from pallas_kernels.attention.options import Options
+from pallas_kernels.attention.triton_core import attend
+
+
+def paged_decode_gqa(*arrays: jax.Array, options: Options) -> jax.Array:
+    """See `pallas_kernels.paged_decode_gqa`, which checks the arguments."""
+    return attend(*arrays, options=options)
