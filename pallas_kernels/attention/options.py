@@ -59,10 +59,13 @@ class Options:
         )
 
 
-def call(
-    operation: str,
-    implementation: str | None,
-    interpret: bool,
+def call(operation: str, implementation: str | None, interpret: bool, *arrays: jax.Array, **how: Any) -> jax.Array:
+    """Run `operation` with what `prepare(*arrays, **how)` makes of its arguments."""
+    arrays, options = prepare(*arrays, **how)
+    return registry.call(operation, implementation, interpret, *arrays, options=options)
+
+
+def prepare(
     q: jax.Array,
     k: jax.Array,
     req_to_token: jax.Array,
@@ -77,8 +80,8 @@ def call(
     positions: jax.Array | None = None,
     sinks: jax.Array | None = None,
     **static: Any,
-) -> jax.Array:
-    """Check the arguments and run `operation`; ValueError says what does not fit.
+) -> tuple[tuple[jax.Array, ...], Options]:
+    """(arrays, options) as an implementation takes them; ValueError says what does not fit.
 
     q: [b, Hq, D], or [b, t, Hq, D] with positions i32[b, t].
     """
@@ -92,9 +95,7 @@ def call(
     extras = {name: jnp.asarray(given[name]) for name in EXTRAS if given.get(name) is not None}
     options = Options(**static, extras=tuple(extras))
     _check(q, k, req_to_token, rows, kv_lens, options, extras)
-    return registry.call(
-        operation, implementation, interpret, q, k, req_to_token, rows, kv_lens, *extras.values(), options=options
-    )
+    return (q, k, req_to_token, rows, kv_lens, *extras.values()), options
 
 
 def _check(q, k, req_to_token, rows, kv_lens, options: Options, extras: dict[str, jax.Array]) -> None:
