@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from models.batch import Batch
@@ -83,3 +84,14 @@ def paged_attention(
 
 def _values(pool: Any, layer_id: int) -> jax.Array:
     return pool.get_value_buffer(layer_id)
+
+
+def refuse_implementation(implementation: str | None) -> None:
+    """ValueError, before a model is read or compiled, for an implementation that cannot run here."""
+
+    def trace() -> jax.Array:
+        q, pool = jnp.zeros((1, 1, 16)), jnp.zeros((2, 1, 16))
+        table, lane = jnp.zeros((2, 1), jnp.int32), jnp.zeros(1, jnp.int32)
+        return paged_decode_gqa(q, pool, pool, table, lane, lane, scale=1.0, implementation=implementation)
+
+    jax.eval_shape(trace)

@@ -34,10 +34,18 @@ def test_pools_stay_in_place_at_every_size(kind, model, platform):
     assert not large.report.large_ops(small.smallest_leaf)
 
 
+@pytest.mark.parametrize("implementation", ["xla", None])
 @pytest.mark.parametrize("model", programs.MODELS)
-def test_kernels_of_a_decode_step_on_an_h200(model, record_property):
-    """Recorded, with a bound that a forgotten fusion or a serial scatter would break."""
-    report = programs.compiled("decode", model, "h200").report
-    step = max(report.loop_kernels.values())
+def test_kernels_of_a_decode_step_on_an_h200(model, implementation, record_property):
+    """Recorded, with bounds that a forgotten fusion, a serial scatter or a read in XLA would break."""
+    report = programs.compiled("decode", model, "h200", implementation=implementation).report
+    step, kinds = max(report.loop_kernels.values()), programs.step_kernels(report)
     record_property("kernels_per_step", step)
-    assert 100 < step < 320
+    assert sum(kinds.values()) == step
+    assert kinds["ledger"] > 0
+    assert kinds["write"] > 0
+    if implementation is None:
+        assert kinds["attention"] == 2 * programs.LAYERS, "one kernel reads, one merges what splits have read"
+        assert step < 180
+    else:
+        assert 100 < step < 320
