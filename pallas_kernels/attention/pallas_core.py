@@ -226,7 +226,7 @@ def _read(pool, slot: jax.Array, kv_head: jax.Array, piece: Piece, dtype, wanted
 
 def _dot(x: jax.Array, y: jax.Array, transposed: bool, options: Options) -> jax.Array:
     dims = (((1,), (1 if transposed else 0,)), ((), ()))
-    precision = lax.Precision.HIGHEST if options.exact or x.dtype != jnp.float32 else None
+    precision = lax.Precision.HIGHEST if options.exact else None  # None: TF32 for float32
     return lax.dot_general(x, y, dims, precision=precision, preferred_element_type=jnp.float32)
 
 

@@ -13,7 +13,7 @@ from pallas_kernels.arguments import power_of_two
 from pallas_kernels.attention.options import Config, Options
 
 LEAST = 16  # extent of a matmul block, at least
-PROGRAMS = 132 * 8  # splits are made until there are so many: a few for each multiprocessor of an H100 or H200
+PROGRAMS = 132 * 4  # splits are made until there are so many: a few for each multiprocessor of an H100 or H200
 KEYS_PER_SPLIT = 256  # fewer would make the merge as dear as the attention
 MOST_SPLITS = 16
 
@@ -80,8 +80,9 @@ def make_plan(q, k, table, given, options: Options) -> Plan:
         rope = q_dim - options.rank
         v_pieces, v_dim = pieces(options.rank, whole=True), options.rank
         k_pieces = v_pieces + (pieces(rope, options.rank, whole=True) if rope else ())
+    key_bytes = k.dtype.itemsize * (q_dim if options.rank is not None else q_dim + v_dim)
     config = options.config or default_config(
-        b, t, kv_heads, group, table.shape[1], k_pieces, v_pieces, q.dtype.itemsize, latent=options.rank is not None
+        b * kv_heads, group * t, table.shape[1], k_pieces, v_dim, q.dtype.itemsize, key_bytes
     )
     tile_heads = min(power_of_two(group), config.block_m)
     tile_tokens = config.block_m // tile_heads
@@ -105,28 +106,22 @@ def make_plan(q, k, table, given, options: Options) -> Plan:
 
 
 def default_config(
-    batch: int,
-    tokens: int,
-    kv_heads: int,
-    group: int,
-    columns: int,
-    k_pieces: tuple[Piece, ...],
-    v_pieces: tuple[Piece, ...],
-    itemsize: int,
-    *,
-    latent: bool,
+    programs: int, rows: int, columns: int, k_pieces: tuple[Piece, ...], v_dim: int, itemsize: int, key_bytes: int
 ) -> Config:
-    """A config that compiles for an H200 without spills; what it costs in time was not measured."""
-    wide = max(sum(p.width for p in k_pieces), sum(p.width for p in v_pieces))
-    rows = group * tokens
+    """A config that compiles for an H200 without spills; what it costs in time was not measured.
+
+    programs: lanes x KV heads. rows: query rows of each (tokens x heads). columns: of the table, the most keys.
+    itemsize: of q. key_bytes: what one KV head reads per key.
+    """
+    wide = max(sum(p.width for p in k_pieces), v_dim)
     block_m = min(64, max(LEAST, power_of_two(rows)))
     if itemsize == 4 and wide > 128:
         block_m = min(block_m, 32)
     block_n = 32 if wide > 128 or itemsize == 4 else 64
     num_warps = 8 if block_m > 32 and wide > 128 else 4
-    tiles = -(-rows // block_m)
-    most = max(1, min(MOST_SPLITS, columns // KEYS_PER_SPLIT))
-    splits = min(most, -(-PROGRAMS // (batch * kv_heads * tiles)))
-    if tokens > 1 and tiles > 1:  # a chunk of prefill fills the card by its tiles
-        splits = 1 if batch * kv_heads * tiles >= PROGRAMS // 8 else splits
+    # Splits cost what they write and the merge reads, 8 bytes per entry of a result: at most an eighth of the keys.
+    merged = 8 * min(rows, block_m) * v_dim
+    fewest = max(KEYS_PER_SPLIT, 8 * merged // key_bytes)
+    most = max(1, min(MOST_SPLITS, columns // fewest))
+    splits = min(most, -(-PROGRAMS // (programs * -(-rows // block_m))))
     return Config(block_m=block_m, block_n=block_n, splits=splits, num_warps=num_warps, num_stages=2)

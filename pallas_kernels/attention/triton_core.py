@@ -110,7 +110,18 @@ def _columns(name: str, pieces: tuple[Piece, ...]) -> dict[str, int]:
 
 
 @triton.jit
-def _read(pool, slot, kv_head, HEADS: tl.constexpr, DIM: tl.constexpr, START, WIDTH: tl.constexpr, USED, KIND, TO):
+def _read(
+    pool,
+    slot,
+    kv_head,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    START: tl.constexpr,
+    WIDTH: tl.constexpr,
+    USED: tl.constexpr,
+    KIND: tl.constexpr,
+    TO: tl.constexpr,
+):
     """[slots, WIDTH] of the slots' rows in dtype TO; columns from USED on are 0: times 0, infinity is NaN."""
     column = tl.arange(0, WIDTH)
     at = pool + slot[:, None] * (HEADS * DIM) + (kv_head * DIM + START) + column[None, :]
@@ -358,7 +369,19 @@ def _merge(
 
 
 @triton.jit
-def _merge_columns(parts, out, query, split, there, share, SPLITS, V_DIM, START, WIDTH: tl.constexpr, USED):
+def _merge_columns(
+    parts,
+    out,
+    query,
+    split,
+    there,
+    share,
+    SPLITS: tl.constexpr,
+    V_DIM: tl.constexpr,
+    START: tl.constexpr,
+    WIDTH: tl.constexpr,
+    USED: tl.constexpr,
+):
     column = tl.arange(0, WIDTH)
     here = column < USED
     at = parts + ((query * SPLITS + split) * V_DIM)[:, None] + START + column[None, :]
