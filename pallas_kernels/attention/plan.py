@@ -13,7 +13,9 @@ from pallas_kernels.arguments import power_of_two
 from pallas_kernels.attention.options import Config, Options
 
 LEAST = 16  # extent of a matmul block, at least
-PROGRAMS = 132 * 4  # splits are made until there are so many: a few for each multiprocessor of an H100 or H200
+# Splits are made up to so many programs: for each multiprocessor of an H100 or H200 (132) a few that run together, and
+# a few that wait, so that a long row does not run alone in the end. Of the large tiles one or two run together.
+PROGRAMS, LARGE_PROGRAMS = 132 * 8, 132 * 2
 KEYS_PER_SPLIT = 256  # fewer would make the merge as dear as the attention
 MOST_SPLITS = 16
 
@@ -123,5 +125,6 @@ def default_config(
     merged = 8 * min(rows, block_m) * v_dim
     fewest = max(KEYS_PER_SPLIT, 8 * merged // key_bytes)
     most = max(1, min(MOST_SPLITS, columns // fewest))
-    splits = min(most, -(-PROGRAMS // (programs * -(-rows // block_m))))
+    target = PROGRAMS if num_warps == 4 else LARGE_PROGRAMS
+    splits = max(1, min(most, target // (programs * -(-rows // block_m))))
     return Config(block_m=block_m, block_n=block_n, splits=splits, num_warps=num_warps, num_stages=2)

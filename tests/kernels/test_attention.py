@@ -31,6 +31,7 @@ JAX_RUNS = {
 IMPLEMENTATIONS = (*JAX_RUNS, "triton")
 EXACT = ("SmolLM2", "Qwen3-32B, fp8", "latents 40 + 8 of 64", "window chunk")  # run twice, bit for bit
 PARTIAL = ("SmolLM2", "DeepSeek-V2-Lite")  # a row ends inside a page
+FAR = "Qwen3-32B, fp8"  # one-byte entries: 32-bit offsets end first there
 
 
 @functools.cache
@@ -60,6 +61,13 @@ def longer(made: Made, by: int) -> Made:
     return dataclasses.replace(made, lens=np.where(made.lens > 1, made.lens + by, made.lens).astype(np.int32))
 
 
+def astray(made: Made) -> Made:
+    """Rows that the table does not have, before and after it."""
+    rows = made.rows.copy()
+    rows[:2] = -1, len(made.table)
+    return dataclasses.replace(made, rows=rows)
+
+
 def triton_call(case: Case, made: Made) -> triton_interpreter.Call:
     given, how = arguments(case, made)
     named = dict(zip(("q", "k", "v", "table", "rows", "lens"), given, strict=False))
@@ -74,14 +82,22 @@ def triton_call(case: Case, made: Made) -> triton_interpreter.Call:
     return triton_interpreter.Call(module, case.operation, arrays, {"options": options})
 
 
+def valid_table(made: Made) -> np.ndarray:
+    """The table with entries that can be shifted without passing int32."""
+    return np.clip(made.table, 0, len(made.k) - 1)
+
+
 @pytest.fixture(scope="module")
 def by_triton() -> dict[tuple[str, str], np.ndarray]:
     """(case, variant) -> result, from one process of Triton's interpreter."""
     wanted = {(name, ""): make(case) for name, case in CASES.items()}
     wanted |= {(name, "clean"): clean(CASES[name]) for name in EXACT}
     wanted |= {(name, f"{by}"): longer(make(CASES[name]), by) for name in PARTIAL for by in (-1, 1)}
-    results = triton_interpreter.run([triton_call(CASES[name], made) for (name, _), made in wanted.items()])
-    return dict(zip(wanted, results, strict=True))
+    wanted |= {(name, "astray"): astray(make(CASES[name])) for name in PARTIAL}
+    calls = [triton_call(CASES[name], made) for (name, _), made in wanted.items()]
+    far = triton_call(CASES[FAR], dataclasses.replace(wanted[FAR, ""], table=valid_table(wanted[FAR, ""])))
+    calls.append(dataclasses.replace(far, module="tests.kernels.attention_far", function="attend_far"))
+    return dict(zip((*wanted, (FAR, "far")), triton_interpreter.run(calls), strict=True))
 
 
 def result(implementation: str, name: str, made: Made, variant: str, request) -> np.ndarray:
@@ -114,6 +130,20 @@ def test_an_end_that_is_off_by_one_is_caught(implementation, name, by, request):
     wrong = result(implementation, name, longer(made, by), f"{by}", request)
     with pytest.raises(AssertionError):
         check(CASES[name], made, wrong)
+
+
+@pytest.mark.parametrize("name", PARTIAL)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_rows_outside_the_table_are_lanes_not_in_use(implementation, name, request):
+    made = make(CASES[name])
+    out = result(implementation, name, astray(made), "astray", request)
+    assert not out[:2].any()
+    np.testing.assert_array_equal(out[2:], result(implementation, name, made, "", request)[2:])
+
+
+def test_offsets_beyond_32_bits_reach_their_rows(by_triton):
+    """B45: every slot of the pool lies more than 2^32 bytes behind the pointer that the kernel gets."""
+    np.testing.assert_array_equal(by_triton[FAR, "far"], by_triton[FAR, ""])
 
 
 @pytest.mark.parametrize("fault", ["cols <= stop", "cols < stop - 1"])
