@@ -115,16 +115,15 @@ def default_config(
     programs: lanes x KV heads. rows: query rows of each (tokens x heads). columns: of the table, the most keys.
     itemsize: of q. key_bytes: what one KV head reads per key.
     """
-    wide = max(sum(p.width for p in k_pieces), v_dim)
-    block_m = min(64, max(LEAST, power_of_two(rows)))
-    if itemsize == 4 and wide > 128:
-        block_m = min(block_m, 32)
-    block_n = 32 if wide > 128 or itemsize == 4 else 64
-    num_warps = 8 if block_m > 32 and wide > 128 else 4
+    wide, whole = max(sum(p.width for p in k_pieces), v_dim), itemsize == 4
+    largest = 64 if not whole else 16 if wide > 128 else 32  # float32 takes twice the registers and the shared memory
+    block_m = min(largest, max(LEAST, power_of_two(rows)))
+    block_n = largest if whole else 32 if wide > 128 else 64
+    large = block_m > LEAST or wide > 128 if whole else block_m > 32 and wide > 128
     # Splits cost what they write and the merge reads, 8 bytes per entry of a result: at most an eighth of the keys.
     merged = 8 * min(rows, block_m) * v_dim
     fewest = max(KEYS_PER_SPLIT, 8 * merged // key_bytes)
     most = max(1, min(MOST_SPLITS, columns // fewest))
-    target = PROGRAMS if num_warps == 4 else LARGE_PROGRAMS
+    target = LARGE_PROGRAMS if large else PROGRAMS
     splits = max(1, min(most, target // (programs * -(-rows // block_m))))
-    return Config(block_m=block_m, block_n=block_n, splits=splits, num_warps=num_warps, num_stages=2)
+    return Config(block_m=block_m, block_n=block_n, splits=splits, num_warps=8 if large else 4, num_stages=2)
