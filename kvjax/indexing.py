@@ -3,6 +3,7 @@
 JAX wraps -1 to the last element even with `mode="drop"`, clamps reads that run past the end, and compiles a scatter
 without `unique_indices` into a compare-and-swap loop per element for narrow dtypes. Everything that may be out of
 range goes through here instead: a write outside is dropped, a read outside gives a value that the caller names.
+Writes along the first axis are in `pallas_kernels.indexing`, because the references of the kernels need them too.
 """
 
 from __future__ import annotations
@@ -12,38 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from kvjax.layout import INT32_MAX
-
-
-def in_range(idx: jax.Array, limit: int | jax.Array, lower: int = 0) -> jax.Array:
-    """bool, shape of idx: lower <= idx < limit."""
-    return (idx >= lower) & (idx < limit)
-
-
-def parked(idx: jax.Array, limit: int, valid: jax.Array) -> jax.Array:
-    """`idx` where valid, and a distinct index past the end elsewhere: limit + lane.
-
-    Distinct, because a scatter that promises unique indices must not see the same dropped index twice.
-    """
-    if limit + idx.size > INT32_MAX:
-        raise ValueError(
-            f"an array of {limit} entries leaves no int32 indices for {idx.size} dropped lanes "
-            f"(the limit is {INT32_MAX}); make the array or the batch smaller."
-        )
-    lane = jnp.arange(idx.size, dtype=jnp.int32).reshape(idx.shape)
-    return jnp.where(valid, idx, limit + lane)
-
-
-def put(array: jax.Array, idx: jax.Array, values, *, valid: jax.Array | None = None, lower: int = 0) -> jax.Array:
-    """array[idx] = values along axis 0; lanes outside [lower, len(array)) or not `valid` write nothing.
-
-    idx: i32[...]; values broadcast to idx.shape + array.shape[1:]. Which of two equal real indices wins is undefined.
-    """
-    limit = array.shape[0]
-    ok = in_range(idx, limit, lower)
-    if valid is not None:
-        ok &= valid
-    return array.at[parked(idx, limit, ok)].set(values, mode="drop", unique_indices=True)
+from pallas_kernels.indexing import in_range as in_range
+from pallas_kernels.indexing import parked as parked
+from pallas_kernels.indexing import put as put
 
 
 def put2(array: jax.Array, row: jax.Array, col: jax.Array, values, *, valid: jax.Array) -> jax.Array:

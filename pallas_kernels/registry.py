@@ -30,6 +30,7 @@ BEST_ON_A_GPU = ("triton", "pallas_triton")  # in this order, "xla" where neithe
 TABLE: dict[str, dict[str, str]] = {
     "alloc_decode": {"xla": "reference", "pallas_triton": "pallas_triton"},
     "alloc_extend": {"xla": "reference", "pallas_triton": "pallas_triton"},
+    "kv_write": {"xla": "reference", "triton": "triton", "pallas_triton": "pallas_triton"},
     "paged_decode_gqa": {"xla": "reference", "triton": "triton", "pallas_triton": "pallas_triton"},
     "paged_decode_mla": {"xla": "reference", "triton": "triton", "pallas_triton": "pallas_triton"},
     "paged_extend": {"xla": "reference", "triton": "triton", "pallas_triton": "pallas_triton"},

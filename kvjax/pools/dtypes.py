@@ -3,7 +3,7 @@
 A pool of bfloat16 or fp8 values may be stored as unsigned integers of the same width (SGLang's `store_dtype`): the
 CPU backend converts the whole buffer around a scatter into bfloat16 (JAX 0.10.2) or fp8 (every version), and such a
 write costs as much as the pool is large. Integers are scattered in place. Only what was gathered is turned back,
-never a whole pool.
+never a whole pool. `encode` is the way in: it stands with the kernels that do the same.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from pallas_kernels.kv_write.encoding import encode as encode
 
 SUPPORTED = tuple(jnp.dtype(d) for d in (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2))
 _UNSIGNED = {1: jnp.dtype(jnp.uint8), 2: jnp.dtype(jnp.uint16), 4: jnp.dtype(jnp.uint32)}
@@ -62,40 +64,6 @@ def resolve_store_dtype(dtype: Any, store_dtype: Any = None) -> np.dtype:
     return store
 
 
-def encode(values: jax.Array, dtype: Any, store_dtype: Any, scale: Any = None) -> jax.Array:
-    """Floating `values` as a pool of `dtype` stores them: [divide,] clamp (fp8), cast, bitcast.
-
-    scale: scalar or None; divides, and the quotient is rounded to the input's dtype, before the cast. Whether a scale
-    applies is the pool's decision (`MHATokenToKVPool.set_kv_buffer`), not made here.
-    fp8 saturates at 448 (e4m3fn) and 57,344 (e5m2), where a bare cast gives NaN or infinity; NaN stays NaN.
-    """
-    dtype = jnp.dtype(dtype)
-    if scale is not None:
-        values = _divide(values, scale)
-    if values.dtype != dtype:
-        if dtype.itemsize == 1:
-            bound = float(jnp.finfo(dtype).max)
-            values = jnp.clip(values, -bound, bound)
-        values = values.astype(dtype)
-    return values if dtype == store_dtype else lax.bitcast_convert_type(values, store_dtype)
-
-
 def decode(stored: jax.Array, dtype: Any, store_dtype: Any) -> jax.Array:
     """Gathered entries of a store_dtype buffer as `dtype`, bit for bit. For gathered rows; never for a whole pool."""
     return stored if jnp.dtype(dtype) == store_dtype else lax.bitcast_convert_type(stored, dtype)
-
-
-def _divide(values: jax.Array, scale: Any) -> jax.Array:
-    """values / scale, computed in float32 and rounded to the dtype of values (what torch does on a CPU)."""
-    wide = jnp.promote_types(values.dtype, jnp.float32)
-    # The divisor is materialised at full size: XLA turns x / broadcast(s) and x / constant into a multiplication by
-    # 1 / s, which changes a third of the float32 quotients by one unit. A barrier on the scalar does not stop it.
-    divisor = lax.optimization_barrier(jnp.full(values.shape, scale, wide))
-    quotient = values.astype(wide) / divisor
-    if values.dtype == jnp.bfloat16:
-        # Explicit, because XLA may drop a cast to bfloat16 that is followed by another cast (excess precision).
-        quotient = lax.reduce_precision(quotient, exponent_bits=8, mantissa_bits=7)
-    elif values.dtype != wide:
-        # float16: reduce_precision would flush its subnormals, so the cast itself is kept from being dropped.
-        return lax.optimization_barrier(quotient.astype(values.dtype))
-    return quotient.astype(values.dtype)

@@ -12,15 +12,17 @@ import numpy as np
 from kvjax.layout import pool_slots
 from kvjax.operation import operation, state, static
 from kvjax.pools import leaves
-from kvjax.pools.dtypes import encode, pool_dtype, resolve_store_dtype
+from kvjax.pools.dtypes import pool_dtype, resolve_store_dtype
 from kvjax.pools.write_loc import unwrap_loc
+from pallas_kernels.kv_write import kv_write
 
 
-@operation("dtype")
-def _write(leaf, loc, k, *, dtype):
+@operation("dtype", "implementation")
+def _write(leaf, loc, k, *, dtype, implementation):
     loc = leaves.int32("loc", loc, 1)
     k = leaves.rows_of("k", k, loc.shape[0], leaf.shape[1:])
-    return leaves.write_rows(leaf, loc, encode(k, dtype, leaf.dtype))
+    (written,) = kv_write((leaf,), ((k,),), loc, dtype=dtype, implementation=implementation)
+    return written
 
 
 @state
@@ -95,11 +97,11 @@ class MHATokenToKOnlyPool:
         """Position of a global layer id; ValueError outside [start_layer, start_layer + num_layers)."""
         return leaves.layer_index(layer_id, self.start_layer, self.num_layers)
 
-    def set_k_buffer(self, layer_id: int, loc: Any, k: Any) -> MHATokenToKOnlyPool:
-        """Store k [n, heads, head_dim] at loc, i32[n] or a KVWriteLoc."""
+    def set_k_buffer(self, layer_id: int, loc: Any, k: Any, implementation: str | None = None) -> MHATokenToKOnlyPool:
+        """Store k [n, heads, head_dim] at loc, i32[n] or a KVWriteLoc. implementation: of `pallas_kernels.kv_write`."""
         loc, _, _ = unwrap_loc(loc, self.requires_physical_write_loc, "set_k_buffer")
         at = self.layer_index(layer_id)
-        leaf = _write(self.k[at], loc, k, dtype=self.dtype)
+        leaf = _write(self.k[at], loc, k, dtype=self.dtype, implementation=implementation)
         return dataclasses.replace(self, k=leaves.replaced(self.k, at, leaf))
 
     def move_kv_cache(self, dst: Any, src: Any) -> MHATokenToKOnlyPool:

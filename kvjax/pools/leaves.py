@@ -14,13 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.indexing import in_range, put, take
-from kvjax.layout import INT32_MAX, PAD_SLOT, positive
+from kvjax.layout import INT32_MAX, positive
 from kvjax.operation import int32, operation, same_length
 from kvjax.pools.dtypes import decode
-
-# The lowest slot that a write may reach. Only slot 0 is closed, as in SGLang's GPU writers, and not all of page 0:
-# a replay of SGLang's own traces writes slots 1 .. page_size - 1 too. No allocator hands those out.
-FIRST_WRITABLE = PAD_SLOT + 1
+from pallas_kernels.kv_write.plan import FIRST_WRITABLE
 
 
 def zero_leaves(count: int, slots: int, row: tuple[int, int], store_dtype: Any) -> tuple[jax.Array, ...]:

@@ -12,12 +12,13 @@ import numpy as np
 from kvjax.layout import pool_slots
 from kvjax.operation import operation, state, static
 from kvjax.pools import leaves
-from kvjax.pools.dtypes import encode, pool_dtype, resolve_store_dtype
+from kvjax.pools.dtypes import pool_dtype, resolve_store_dtype
 from kvjax.pools.write_loc import unwrap_loc
+from pallas_kernels.kv_write import kv_write
 
 
-@operation("dtype")
-def _write(k_leaf, v_leaf, loc, commit_lens, k, v, k_scale, v_scale, *, dtype):
+@operation("dtype", "implementation")
+def _write(k_leaf, v_leaf, loc, commit_lens, k, v, k_scale, v_scale, *, dtype, implementation):
     """New (k_leaf, v_leaf). commit_lens None: loc i32[n], all lanes; else loc i32[b, t], a prefix of each lane."""
     if commit_lens is None:
         loc, valid = leaves.int32("loc", loc, 1), None
@@ -27,9 +28,14 @@ def _write(k_leaf, v_leaf, loc, commit_lens, k, v, k_scale, v_scale, *, dtype):
     v = leaves.rows_of("v", v, loc.shape[0], v_leaf.shape[1:])
     if k.dtype == dtype:  # SGLang asks K alone, for both scales: input of the pool's dtype is stored as it is
         k_scale = v_scale = None
-    return (
-        leaves.write_rows(k_leaf, loc, encode(k, dtype, k_leaf.dtype, k_scale), valid),
-        leaves.write_rows(v_leaf, loc, encode(v, dtype, v_leaf.dtype, v_scale), valid),
+    return kv_write(
+        (k_leaf, v_leaf),
+        ((k,), (v,)),
+        loc,
+        dtype=dtype,
+        scales=(k_scale, v_scale),
+        valid=valid,
+        implementation=implementation,
     )
 
 
@@ -121,28 +127,47 @@ class MHATokenToKVPool:
     # Writing.
 
     def set_kv_buffer(
-        self, layer_id: int, loc: Any, k: Any, v: Any, k_scale: Any = None, v_scale: Any = None
+        self,
+        layer_id: int,
+        loc: Any,
+        k: Any,
+        v: Any,
+        k_scale: Any = None,
+        v_scale: Any = None,
+        implementation: str | None = None,
     ) -> MHATokenToKVPool:
         """Store k [n, heads, head_dim] and v [n, heads, v_head_dim] at loc, i32[n] or a KVWriteLoc.
 
         Scales (float or scalar array) divide, in the input's dtype, if K's dtype is not the pool's; input of the
         pool's dtype ignores both (SGLang's rule). `read` does not multiply them back: attention does.
+        implementation: of `pallas_kernels.kv_write`; None: one kernel on a GPU, one scatter per buffer elsewhere.
         """
         loc, _, _ = unwrap_loc(loc, self.requires_physical_write_loc, "set_kv_buffer")
-        return self._written(layer_id, loc, None, k, v, k_scale, v_scale)
+        return self._written(layer_id, loc, None, k, v, k_scale, v_scale, implementation)
 
     def set_kv_buffer_prefix_valid(
-        self, layer_id: int, loc: Any, commit_lens: Any, k: Any, v: Any, k_scale: Any = None, v_scale: Any = None
+        self,
+        layer_id: int,
+        loc: Any,
+        commit_lens: Any,
+        k: Any,
+        v: Any,
+        k_scale: Any = None,
+        v_scale: Any = None,
+        implementation: str | None = None,
     ) -> MHATokenToKVPool:
         """Store only positions t < commit_lens[b] of loc i32[b, t]; k and v hold b * t tokens, lane after lane."""
         loc, _, _ = unwrap_loc(loc, self.requires_physical_write_loc, "set_kv_buffer_prefix_valid")
-        return self._written(layer_id, loc, commit_lens, k, v, k_scale, v_scale)
+        return self._written(layer_id, loc, commit_lens, k, v, k_scale, v_scale, implementation)
 
-    def _written(self, layer_id, loc, commit_lens, k, v, k_scale, v_scale) -> MHATokenToKVPool:
+    def _written(self, layer_id, loc, commit_lens, k, v, k_scale, v_scale, implementation) -> MHATokenToKVPool:
         # The jitted body sees one layer's leaves: every layer shares one trace, and an eager call copies one layer.
         at = self.layer_index(layer_id)
         k_scale, v_scale = leaves.scale_of("k_scale", k_scale), leaves.scale_of("v_scale", v_scale)
-        k_leaf, v_leaf = _write(self.k[at], self.v[at], loc, commit_lens, k, v, k_scale, v_scale, dtype=self.dtype)
+        values = (k, v, k_scale, v_scale)
+        k_leaf, v_leaf = _write(
+            self.k[at], self.v[at], loc, commit_lens, *values, dtype=self.dtype, implementation=implementation
+        )
         return dataclasses.replace(self, k=leaves.replaced(self.k, at, k_leaf), v=leaves.replaced(self.v, at, v_leaf))
 
     def move_kv_cache(self, dst: Any, src: Any) -> MHATokenToKVPool:

@@ -12,22 +12,20 @@ import numpy as np
 from kvjax.layout import pool_slots
 from kvjax.operation import operation, state, static
 from kvjax.pools import leaves
-from kvjax.pools.dtypes import encode, pool_dtype, resolve_store_dtype
+from kvjax.pools.dtypes import pool_dtype, resolve_store_dtype
 from kvjax.pools.write_loc import unwrap_loc
+from pallas_kernels.kv_write import kv_write
 
 
-@operation("dtype", "columns")
-def _write(leaf, loc, parts, *, dtype, columns):
+@operation("dtype", "columns", "implementation")
+def _write(leaf, loc, parts, *, dtype, columns, implementation):
     """New leaf. parts: values [n, 1, width] to lay side by side, columns: their ((name, width), ...)."""
     loc = leaves.int32("loc", loc, 1)
-    stored = [
-        encode(leaves.rows_of(name, values, loc.shape[0], (1, width)), dtype, leaf.dtype)
-        for (name, width), values in zip(columns, parts, strict=True)
-    ]
-    pad = leaf.shape[-1] - sum(width for _, width in columns)
-    if pad:  # columns past the latent are part of every written row, so they are zero after any write
-        stored.append(jnp.zeros((loc.shape[0], 1, pad), leaf.dtype))
-    return leaves.write_rows(leaf, loc, jnp.concatenate(stored, axis=-1))
+    values = tuple(
+        leaves.rows_of(name, part, loc.shape[0], (1, width)) for (name, width), part in zip(columns, parts, strict=True)
+    )
+    (written,) = kv_write((leaf,), (values,), loc, dtype=dtype, implementation=implementation)
+    return written
 
 
 @state
@@ -131,12 +129,19 @@ class MLATokenToKVPool:
 
     # Writing.
 
-    def set_kv_buffer(self, layer_id: int, loc: Any, k: Any, v: Any = None) -> MLATokenToKVPool:
-        """Store whole latents k [n, 1, kv_cache_dim] at loc, i32[n] or a KVWriteLoc. v is ignored: it is part of k."""
-        del v
-        return self._written("set_kv_buffer", layer_id, loc, k=(k, self.kv_cache_dim))
+    def set_kv_buffer(
+        self, layer_id: int, loc: Any, k: Any, v: Any = None, implementation: str | None = None
+    ) -> MLATokenToKVPool:
+        """Store whole latents k [n, 1, kv_cache_dim] at loc, i32[n] or a KVWriteLoc. v is ignored: it is part of k.
 
-    def set_mla_kv_buffer(self, layer_id: int, loc: Any, k_nope: Any, k_rope: Any = None) -> MLATokenToKVPool:
+        implementation: of `pallas_kernels.kv_write`; None: one kernel on a GPU, one scatter elsewhere.
+        """
+        del v
+        return self._written("set_kv_buffer", layer_id, loc, implementation, k=(k, self.kv_cache_dim))
+
+    def set_mla_kv_buffer(
+        self, layer_id: int, loc: Any, k_nope: Any, k_rope: Any = None, implementation: str | None = None
+    ) -> MLATokenToKVPool:
         """Store k_nope [n, 1, kv_lora_rank] beside k_rope [n, 1, qk_rope_head_dim]; no k_rope where that width is 0."""
         parts = {"k_nope": (k_nope, self.kv_lora_rank)}
         if k_rope is not None:
@@ -146,9 +151,11 @@ class MLATokenToKVPool:
                 f"k_rope is missing, but the latents of this pool hold {self.qk_rope_head_dim} rope columns; pass it, "
                 "or create the pool with qk_rope_head_dim=0."
             )
-        return self._written("set_mla_kv_buffer", layer_id, loc, **parts)
+        return self._written("set_mla_kv_buffer", layer_id, loc, implementation, **parts)
 
-    def _written(self, call: str, layer_id: int, loc: Any, **parts: tuple[Any, int]) -> MLATokenToKVPool:
+    def _written(
+        self, call: str, layer_id: int, loc: Any, implementation: str | None, **parts: tuple[Any, int]
+    ) -> MLATokenToKVPool:
         loc, _, _ = unwrap_loc(loc, self.requires_physical_write_loc, call)
         at = self.layer_index(layer_id)
         leaf = _write(
@@ -157,6 +164,7 @@ class MLATokenToKVPool:
             tuple(values for values, _ in parts.values()),
             dtype=self.dtype,
             columns=tuple((name, width) for name, (_, width) in parts.items()),
+            implementation=implementation,
         )
         return dataclasses.replace(self, kv=leaves.replaced(self.kv, at, leaf))
 

@@ -135,7 +135,14 @@ class SWAKVPool:
         return name, getattr(self, name), ids.index(int(layer_id))
 
     def set_kv_buffer(
-        self, layer_id: int, loc: Any, k: Any, v: Any, k_scale: Any = None, v_scale: Any = None
+        self,
+        layer_id: int,
+        loc: Any,
+        k: Any,
+        v: Any,
+        k_scale: Any = None,
+        v_scale: Any = None,
+        implementation: str | None = None,
     ) -> SWAKVPool:
         """Store k [n, heads, head_dim] and v of one layer, at `swa_loc` in a window layer, else at `full_loc` or `loc`.
 
@@ -152,7 +159,7 @@ class SWAKVPool:
             target = swa_loc
         else:
             target = plain if full_loc is None else full_loc
-        written = pool.set_kv_buffer(local, target, k, v, k_scale, v_scale)
+        written = pool.set_kv_buffer(local, target, k, v, k_scale, v_scale, implementation)
         return dataclasses.replace(self, **{name: written})
 
     def move_kv_cache(self, dst: Any, src: Any, swa_dst: Any = None, swa_src: Any = None) -> SWAKVPool:
