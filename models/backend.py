@@ -76,7 +76,7 @@ def build_programs(
 ) -> dict[Any, Program]:
     """Every program of a `ModelBackend`, by bucket or name; those of a prefix cache only where there is one.
 
-    implementation: of the attention, see `pallas_kernels.registry`.
+    implementation: of the kernels, see `pallas_kernels.registry`.
     """
     model, how = (graph, weights, pool, ledger), {"park": prefix_cache, "implementation": implementation}
     programs: dict[Any, Program] = {bucket: build_extend(*model, *bucket, eos_ids, **how) for bucket in buckets.shapes}

@@ -57,6 +57,7 @@ class MLAttention(nnx.Module):
                 batch.write_loc,
                 self.kv_a_norm(latent).reshape(b * t, 1, rank),
                 k_rope.reshape(b * t, 1, -1),
+                implementation=implementation,
             )
         with jax.named_scope("absorb_q"):
             q_latent = jnp.einsum("bthn,hnr->bthr", q_nope, self.kv_b_k[...], precision=self.precision)

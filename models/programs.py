@@ -193,7 +193,7 @@ def build_extend(
     """extend(weights, pool, ledger, Chunk) -> (pool, ledger, packed Report of `lanes` lanes, 1 token each).
 
     weights, pool and ledger may be arrays or shapes. One program per bucket [lanes, width]. park: a request that ends
-    keeps its row and its pages, for the host to hand them to a prefix tree. implementation: of the attention, see
+    keeps its row and its pages, for the host to hand them to a prefix tree. implementation: of the kernels, see
     `pallas_kernels.registry`.
     """
 
@@ -276,7 +276,7 @@ def build_decode(
     active, or a step can not have its pages; that step changes nothing, and the report says which lanes wait.
     A lane ends with an end-of-sequence token or at its limit: its last token is never fed, so its KV is never
     written, and its row and pages go back before the next step takes any. park: they stay with the lane's request
-    instead, for the host to hand them to a prefix tree. implementation: of the attention, see `build_extend`.
+    instead, for the host to hand them to a prefix tree. implementation: of the kernels, see `build_extend`.
     """
 
     def decode(weights, pool, ledger, inputs: Lanes, limit_steps, leave):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from pallas_kernels import tuning
 from pallas_kernels.arguments import power_of_two
 from pallas_kernels.attention.options import Config, Options
 
@@ -83,8 +84,10 @@ def make_plan(q, k, table, given, options: Options) -> Plan:
         v_pieces, v_dim = pieces(options.rank, whole=True), options.rank
         k_pieces = v_pieces + (pieces(rope, options.rank, whole=True) if rope else ())
     key_bytes = k.dtype.itemsize * (q_dim if options.rank is not None else q_dim + v_dim)
-    config = options.config or default_config(
-        b * kv_heads, group * t, table.shape[1], k_pieces, v_dim, q.dtype.itemsize, key_bytes
+    config = options.config or tuning.chosen(
+        "paged_attention",
+        tuning_key(q, k, table, v_dim, options),
+        default_config(b * kv_heads, group * t, table.shape[1], k_pieces, v_dim, q.dtype.itemsize, key_bytes),
     )
     tile_heads = min(power_of_two(group), config.block_m)
     tile_tokens = config.block_m // tile_heads
@@ -105,6 +108,15 @@ def make_plan(q, k, table, given, options: Options) -> Plan:
         tile_tokens=tile_tokens,
         config=config,
     )
+
+
+def tuning_key(q, k, table, v_dim: int, options: Options) -> str:
+    """Calls of one key share a config: dtypes, heads and widths; lanes, queries and columns by powers of two."""
+    lanes, tokens, columns = (power_of_two(n) for n in (*q.shape[:2], table.shape[1]))
+    kinds = f"{q.dtype.name} over {options.dtype.name}" + (" latents" if options.rank is not None else "")
+    sizes = f"heads {q.shape[2]}/{k.shape[1]}, widths {q.shape[3]}/{v_dim}"
+    window = "" if options.window is None else f", window {power_of_two(options.window)}"
+    return f"{kinds}, {sizes}, lanes {lanes}, queries {tokens}, columns {columns}{window}"
 
 
 def default_config(

@@ -12,6 +12,7 @@ from jax import lax
 
 from pallas_kernels.arguments import ceil_div
 from pallas_kernels.attention.options import Options
+from pallas_kernels.indexing import in_range, take, take2
 from pallas_kernels.registry import target_platform
 
 # Table columns per turn of the loop. Wide enough for efficient matmuls and, on a GPU, few launches; on a CPU the
@@ -39,11 +40,11 @@ def _blockwise(q, k_pool, table, rows, kv_lens, positions, given, options: Optio
     if block is None:
         block = CPU_DECODE_BLOCK if t == 1 and target_platform() == "cpu" else BLOCK
     block = min(block, table.shape[1])
-    in_use = (rows >= 1) & (rows < table.shape[0])
+    in_use = in_range(rows, table.shape[0], lower=1)
     rows = jnp.where(in_use, rows, 0)[:, None]
     lens = jnp.where(in_use, jnp.clip(kv_lens, 0, table.shape[1]), 0)
     keys_seen = jnp.minimum(positions + 1, lens[:, None])  # i32[b, t]
-    first = _entries(table, rows, jnp.zeros_like(rows))  # i32[b, 1], the row's own first slot
+    first = take2(table, rows, jnp.zeros_like(rows))  # i32[b, 1], the row's own first slot
 
     kv_heads = k_pool.shape[1]
     v_dim = given["v"].shape[-1] if rank is None else q_dim
@@ -57,7 +58,7 @@ def _blockwise(q, k_pool, table, rows, kv_lens, positions, given, options: Optio
         cols = i * block + jnp.arange(block, dtype=jnp.int32)
         held = cols < lens[:, None]  # bool[b, block]
         # Redirected before the gather, on int32: a mask on the scores alone would leave 0 * NaN in the value sum.
-        loc = jnp.where(held, _entries(table, *jnp.broadcast_arrays(rows, cols)), first)
+        loc = jnp.where(held, take2(table, *jnp.broadcast_arrays(rows, cols)), first)
         k = _rows(k_pool, loc, options.dtype)[..., :q_dim].astype(q.dtype)
         v = k if rank is not None else _rows(given["v"], loc, options.dtype).astype(q.dtype)
         scores = factor * jnp.einsum(
@@ -97,13 +98,7 @@ def _blockwise(q, k_pool, table, rows, kv_lens, positions, given, options: Optio
     return out.transpose(0, 2, 1, 3, 4).reshape(b, t, q_heads, -1).astype(q.dtype)
 
 
-def _entries(table: jax.Array, row: jax.Array, col: jax.Array) -> jax.Array:
-    """table[row, col] elementwise; row 0, column 0 where either is outside."""
-    ok = (row >= 0) & (row < table.shape[0]) & (col >= 0) & (col < table.shape[1])
-    return table.at[jnp.where(ok, row, 0), jnp.where(ok, col, 0)].get(mode="promise_in_bounds")
-
-
 def _rows(pool: jax.Array, loc: jax.Array, dtype) -> jax.Array:
     """pool[loc] as `dtype`; the padding row where a location is outside."""
-    found = pool.at[jnp.where((loc >= 0) & (loc < pool.shape[0]), loc, 0)].get(mode="promise_in_bounds")
+    found = take(pool, loc)
     return found if found.dtype == dtype else lax.bitcast_convert_type(found, dtype)
