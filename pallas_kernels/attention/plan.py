@@ -83,11 +83,13 @@ def make_plan(q, k, table, given, options: Options) -> Plan:
         rope = q_dim - options.rank
         v_pieces, v_dim = pieces(options.rank, whole=True), options.rank
         k_pieces = v_pieces + (pieces(rope, options.rank, whole=True) if rope else ())
+    # A window is all that is read of a long row.
+    most_keys = table.shape[1] if options.window is None else min(table.shape[1], options.window + t - 1)
     key_bytes = k.dtype.itemsize * (q_dim if options.rank is not None else q_dim + v_dim)
     config = options.config or tuning.chosen(
         "paged_attention",
         tuning_key(q, k, table, v_dim, options),
-        default_config(b * kv_heads, group * t, table.shape[1], k_pieces, v_dim, q.dtype.itemsize, key_bytes),
+        default_config(b * kv_heads, group * t, most_keys, k_pieces, v_dim, q.dtype.itemsize, key_bytes),
     )
     tile_heads = min(power_of_two(group), config.block_m)
     tile_tokens = config.block_m // tile_heads
@@ -120,22 +122,25 @@ def tuning_key(q, k, table, v_dim: int, options: Options) -> str:
 
 
 def default_config(
-    programs: int, rows: int, columns: int, k_pieces: tuple[Piece, ...], v_dim: int, itemsize: int, key_bytes: int
+    programs: int, rows: int, most_keys: int, k_pieces: tuple[Piece, ...], v_dim: int, itemsize: int, key_bytes: int
 ) -> Config:
     """A config that compiles for an H200 without spills; what it costs in time was not measured.
 
-    programs: lanes x KV heads. rows: query rows of each (tokens x heads). columns: of the table, the most keys.
+    programs: lanes x KV heads. rows: query rows of each (tokens x heads). most_keys: of a row.
     itemsize: of q. key_bytes: what one KV head reads per key.
     """
     wide, whole = max(sum(p.width for p in k_pieces), v_dim), itemsize == 4
     largest = 64 if not whole else 16 if wide > 128 else 32  # float32 takes twice the registers and the shared memory
     block_m = min(largest, max(LEAST, power_of_two(rows)))
     block_n = largest if whole else 32 if wide > 128 else 64
-    large = block_m > LEAST or wide > 128 if whole else block_m > 32 and wide > 128
+    if whole:
+        large = block_m > LEAST or wide > 128
+    else:
+        large = block_m > LEAST and block_m * wide > 64 * 128
     # Splits cost what they write and the merge reads, 8 bytes per entry of a result: at most an eighth of the keys.
     merged = 8 * min(rows, block_m) * v_dim
     fewest = max(KEYS_PER_SPLIT, 8 * merged // key_bytes)
-    most = max(1, min(MOST_SPLITS, columns // fewest))
+    most = max(1, min(MOST_SPLITS, most_keys // fewest))
     target = LARGE_PROGRAMS if large else PROGRAMS
     splits = max(1, min(most, target // (programs * -(-rows // block_m))))
     return Config(block_m=block_m, block_n=block_n, splits=splits, num_warps=8 if large else 4, num_stages=2)

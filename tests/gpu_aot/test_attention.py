@@ -80,6 +80,8 @@ CASES = {
     "MHA 80 / 64, f16": made(Shape(16, 16, 80, batch=8), v_dim=64, compute=jnp.float16),
     "MHA 96, batch 1": made(Shape(12, 12, 96, batch=1)),
     "DeepSeek-V3 chunk of 64": made(Shape(128, 1, 576, batch=4, new=64, rank=512)),
+    "32 heads over latents": made(Shape(32, 1, 576, batch=16, rank=512)),
+    "Gemma-3 chunk": made(Shape(8, 2, 256, batch=4, new=64), window=512),
     "DeepSeek-V3 decode, f32": made(Shape(128, 1, 576, rank=512), compute=F32, precision="highest"),
     "DeepSeek-V2-Lite decode, f32": made(Shape(16, 1, 576, rank=512), compute=F32),
     "Gemma-3 chunk, f32": made(Shape(4, 2, 256, batch=4, context=1024, new=64), compute=F32),
