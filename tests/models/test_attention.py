@@ -224,6 +224,35 @@ def test_latent_values_are_columns_of_the_keys(width):
         np.testing.assert_allclose(out[lane], want, atol=ATOL)
 
 
+@pytest.mark.parametrize(("width", "window", "latent"), [(1, None, False), (3, 6, False), (1, None, True)])
+def test_kernels_read_what_the_decoder_gives_them(width, window, latent):
+    """The arrays and pools of a decoder, through a kernel in the interpreter."""
+    kv_lens, q_lens = np.array([23, 5, 0], np.int32), np.array([width, width, 0], np.int32)
+    table, size = scattered_table(3, 24, 4)
+    if latent:
+        pool = MLATokenToKVPool.create(size, 4, 1, 12, 4, dtype=jnp.bfloat16, width=32)
+        loc = np.concatenate([table[row + 1, :n] for row, n in enumerate(kv_lens)])
+        values = np.random.default_rng(0).normal(size=(len(loc), 1, 16)).astype(np.float32)
+        pool = pool.set_kv_buffer(0, loc, values)
+    else:
+        pool, _, _ = filled(table, size, 4, kv_lens, 2, 16, 8)
+    rows = jnp.array([1, 2, 0], jnp.int32)
+    batch, positions = Batch.create(jnp.asarray(table), rows, kv_lens - q_lens, q_lens, width, window=window)
+    q = queries(batch, positions, 4, 16)
+
+    def run(**how):
+        rank = 12 if latent else None
+        return jax.jit(
+            lambda *arrays: paged_attention(
+                arrays[0], arrays[1], 0, *arrays[2:], 0.3, latent_rank=rank, window=window, **how
+            )
+        )(q, pool, batch, positions)
+
+    want = run(implementation="xla")
+    assert np.abs(want[:2]).min(axis=(1, 2)).max() > 1e-3
+    np.testing.assert_allclose(run(implementation="pallas_triton", interpret=True), want, rtol=0, atol=ATOL)
+
+
 def test_bfloat16_is_accumulated_in_float32():
     """300 equal values of 1 + 2**-7: a bfloat16 sum would stop growing at 256."""
     table, size = scattered_table(1, 304, 16)
