@@ -29,7 +29,8 @@ $(STAMP)-models: pyproject.toml | $(BIN)/python
 	$(PIP) "$(JAX_PIN)" -e ".[models]"
 	@touch $@
 
-# The CUDA plugin compiles for an H200 without one; it has to be of the installed JAX's version.
+# JAX and jax-triton are resolved in one go, so that neither moves the other's version. The CUDA plugin compiles for an
+# H200 without one; it has to be of the installed JAX's version.
 $(STAMP)-test: pyproject.toml | $(BIN)/python
 	@echo "installing kvjax, the test tools and the deviceless GPU compiler into $(VENV)"
 	$(PIP) "$(JAX_PIN)" -e ".[test]"

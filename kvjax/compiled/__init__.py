@@ -2,6 +2,7 @@
 
 Speed claims of this library are checked here, in the program and not by a timer: pools are donated (alias bytes),
 nothing of a pool's size is temporary (temp bytes), nothing of a pool's size is copied (`large_ops`).
+`kvjax.compiled.resources` says what each kernel takes: registers, spills, shared memory.
 """
 
 from kvjax.compiled.report import CompiledReport, LargeOp, inspect

@@ -55,6 +55,7 @@ def compile_for(
     *,
     donate_argnums: int | Sequence[int] = (),
     kwargs: Mapping[str, Any] | None = None,
+    compiler_options: Mapping[str, Any] | None = None,
 ) -> jax.stages.Compiled:
     """Compile `fn(*args, **kwargs)` for `platform`; nothing is allocated and nothing runs.
 
@@ -62,6 +63,7 @@ def compile_for(
     args, kwargs: pytrees of jax.ShapeDtypeStruct, or of arrays, of which only shape and dtype are read; leaves
         without a dtype (Python numbers, static arguments) are handed on as they are. A sharding that a
         ShapeDtypeStruct carries is kept, the others are placed on the one device.
+    compiler_options: XLA's, for this program.
 
     Raises ValueError for an unknown platform or donation that would be ignored, RuntimeError when the H200's
     compiler is not there.
@@ -82,7 +84,8 @@ def compile_for(
     named = {name: jax.tree.map(abstract, value) for name, value in (kwargs or {}).items()}
     with context:
         # Jitted by the lines above, so it has `trace`; its declared type, a plain callable, does not say so.
-        return fn.trace(*positional, **named).lower().compile()  # pyright: ignore[reportFunctionMemberAccess]
+        lowered = fn.trace(*positional, **named).lower()  # pyright: ignore[reportFunctionMemberAccess]
+        return lowered.compile(dict(compiler_options) if compiler_options else None)
 
 
 def _abstract(placed: jax.sharding.Sharding, leaf: Any) -> Any:

@@ -1,7 +1,5 @@
 """The adapter to jax-triton: in place without a copy, refused with a reason, interpreted with the same arguments."""
 
-from importlib.util import find_spec
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +14,6 @@ from tests.kernels.add_rows import _kernel, add_rows
 ROWS, WIDTH, LANES = 1_000_003, 100, 7
 BUFFER = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
 LANE = jax.ShapeDtypeStruct((LANES,), jnp.int32)
-aot = pytest.mark.skipif(find_spec("jax_cuda12_plugin") is None, reason="jax-cuda12-plugin is not installed (aot)")
 
 
 def looped(buffer, rows):
@@ -31,12 +28,13 @@ def looped(buffer, rows):
     return jax.lax.while_loop(lambda carry: carry[0] < 5, turn, start)[1::2]
 
 
-@aot
 @pytest.mark.aot
 @pytest.mark.parametrize("program", [add_rows, looped])
 def test_a_buffer_is_updated_in_place_alone_and_in_a_loop(program):
     available, reason = h200_available()
     assert available, reason
+    if jax.__version__ >= "0.12":  # refused there: see below
+        pytest.skip("jax-triton does not work with this JAX")
     facts = inspect(compile_for(program, (BUFFER, LANE), "h200", donate_argnums=0))
     nbytes = 4 * ROWS * WIDTH
     assert facts.alias_bytes == nbytes

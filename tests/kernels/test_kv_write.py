@@ -9,11 +9,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kvjax.compiled import compile_for
 from kvjax.pools import MHATokenToKVPool, MLATokenToKVPool
 from kvjax.pools.dtypes import SUPPORTED
-from pallas_kernels import registry
-from pallas_kernels.kv_write import kv_write
+from pallas_kernels.kv_write import kv_write, pallas_triton
 from pallas_kernels.kv_write.plan import Config, default_config
 from tests.kernels import triton_interpreter
 
@@ -161,3 +159,90 @@ def test_every_implementation_writes_the_same_bytes(implementation, name, reques
         interpret = implementation == "pallas_triton"
         got = run(*arrays, dtype=case.dtype, implementation=implementation, interpret=interpret)
     assert_same(got, case)
+
+
+@pytest.mark.parametrize("config", [Config(1, 2, 1), Config(4, 32, 1)], ids=str)
+def test_any_cut_of_the_work_writes_the_same_bytes(config, interpreted):
+    assert_same(interpreted[f"odd sizes, {config}"], CASES["odd sizes"])
+
+
+def test_a_row_past_2_to_the_31_bytes_is_its_own():
+    """B45: row 254,201 of 8,448 bytes begins at byte 2,147,490,048, in a leaf that is mapped and hardly touched."""
+    call = triton_interpreter.Call("tests.kernels.large_leaf", "rows_written", (np.array([254_201, 3], np.int32),))
+    (found,) = triton_interpreter.run([call])
+    assert found.tolist() == [3, 254_201]
+
+
+def test_a_leaf_that_pallas_would_address_with_32_bits_is_refused():
+    """B45: Pallas asks only whether a leaf has more than 2^32 bytes."""
+
+    def choice(slots, width, store):
+        leaf = jax.ShapeDtypeStruct((slots, 1, width), store)
+        value = jax.ShapeDtypeStruct((2, 1, width), jnp.bfloat16)
+        loc = jax.ShapeDtypeStruct((2,), jnp.int32)
+        return kv_write_refused((leaf,), ((value,),), (None,), loc, None, dtype=jnp.dtype("float8_e4m3fn"))
+
+    kv_write_refused = pallas_triton.unsupported
+    assert "addressed with 32 bits" in choice(254_300, 8_448, jnp.uint8)
+    assert choice(254_200, 8_448, jnp.uint8) is None
+    assert choice(2 * 254_300, 8_448, jnp.uint8) is None  # 64 bits
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype", "reason"),
+    [
+        (((1, 8), (1, 4), (1, 4)), "float32", "one launch writes two parts, and these are 3"),
+        (((2, 6),), "float32", "with 2 heads a row has no room behind a part"),
+        (((1, 16),), "float8_e5m2", "values of float8_e5m2 are not converted to float32"),
+    ],
+)
+def test_what_a_kernel_cannot_do_is_said(values, dtype, reason):
+    parts = tuple(jnp.zeros((2, heads, width), dtype) for heads, width in values)
+    leaf = jnp.zeros((8, values[0][0], 16), jnp.float32)
+    with pytest.raises(ValueError, match=f"'pallas_triton' cannot be used: {reason}"):
+        kv_write((leaf,), (parts,), jnp.zeros(2, jnp.int32), dtype=jnp.float32, interpret=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"leaves": ()}, "0 leaves, 1 values and 0 scales"),
+        ({"loc": jnp.zeros(3, jnp.float32)}, "loc must be int32"),
+        ({"loc": jnp.zeros(2, jnp.int32)}, r"values must be float32\[2, 2, any\], got float32\[3, 2, 4\]"),
+        ({"valid": jnp.ones(2, bool)}, r"valid must be bool\[3\]"),
+        ({"dtype": jnp.bfloat16}, "a leaf of float32 cannot hold bfloat16; make it bfloat16 or uint16"),
+        ({"values": ((jnp.zeros((3, 2, 4), jnp.int32),),)}, "values must be floating, got int32"),
+        ({"values": ((jnp.zeros((3, 2, 5)),),)}, r"parts of widths \[5\] do not fit a row of 2 heads x 4"),
+    ],
+)
+def test_arguments_that_cannot_be_meant_are_refused(change, reason):
+    good = {"leaves": (jnp.zeros((8, 2, 4)),), "values": ((jnp.ones((3, 2, 4)),),), "loc": jnp.arange(3)}
+    good |= {"dtype": jnp.float32}
+    assert kv_write(**good)[0].sum() == 16  # slots 1 and 2
+    with pytest.raises(ValueError, match=reason):
+        kv_write(**(good | change))
+
+
+def test_the_default_cut_covers_every_shape_with_powers_of_two():
+    for case in CASES.values():
+        for rows in (1, 3, 64, 256, 8192):
+            loc = jax.ShapeDtypeStruct((rows,), jnp.int32)
+            config = default_config(case.leaves, case.values, loc)
+            for number in dataclasses.astuple(config):
+                assert number >= 1
+                assert number & (number - 1) == 0
+            assert config.tokens * config.columns <= 8 * 128 * 16
+
+
+def test_the_pools_write_through_it_under_vmap_too():
+    pool = MHATokenToKVPool.create(8, 4, 2, 2, 4, dtype=jnp.float32)
+    k = np.arange(3 * 2 * 4, dtype=np.float32).reshape(3, 2, 4) + 1
+    written = pool.set_kv_buffer(1, [4, 0, 6], k, -k, implementation="xla")
+    assert written.read(1, [4, 0, 6])[0].tolist() == [k[0].tolist(), np.zeros((2, 4)).tolist(), k[2].tolist()]
+    with pytest.raises(ValueError, match="kv_write: 'triton' needs an NVIDIA GPU and the platform is 'cpu'"):
+        pool.set_kv_buffer(1, [4, 0, 6], k, -k, implementation="triton")
+    latents = MLATokenToKVPool.create(8, 4, 1, 4, 2, dtype=jnp.float32)
+    with pytest.raises(ValueError, match="'nothing' is not one of xla, triton"):
+        latents.set_mla_kv_buffer(0, [4], np.ones((1, 1, 4)), np.ones((1, 1, 2)), implementation="nothing")
+    many = jax.vmap(lambda loc: pool.set_kv_buffer(1, loc, k, k).k[1])(jnp.array([[4, 5, 6], [7, 8, 9]]))
+    assert [np.nonzero(np.asarray(leaf).any((1, 2)))[0].tolist() for leaf in many] == [[4, 5, 6], [7, 8, 9]]

@@ -72,39 +72,22 @@ def run(calls: Sequence[Call], timeout: float = 240) -> list[Any]:
         return pickle.loads(answered.read_bytes())
 
 
-class _Buffer:
-    """An array between guards, and what Triton's interpreter wants of a tensor."""
+class _Tensor:
+    """An array, with what Triton's interpreter wants of a tensor."""
 
-    def __init__(self, array: np.ndarray | None, like: Any, fill: int):
-        dtype, self._fill = np.dtype(like.dtype), fill
-        self.dtype, self._numpy_dtype, self._shape = TYPES[dtype.name], dtype, like.shape
-        self._bytes = np.full(2 * GUARD + int(np.prod(like.shape)) * dtype.itemsize + 16, fill, np.uint8)
-        start = GUARD + (-(self._bytes.ctypes.data + GUARD)) % 16  # as aligned as a device buffer
-        self._inside = self._bytes[start : start + int(np.prod(like.shape)) * dtype.itemsize]
-        if array is not None:
-            self._inside[:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        else:
-            self._inside[:] = fill  # an output that the kernel leaves out does not look like zeros
-
-    @property
-    def value(self) -> np.ndarray:
-        return self._inside.view(self._numpy_dtype).reshape(self._shape).copy()
-
-    def guards_are_whole(self) -> bool:
-        start = self._inside.ctypes.data - self._bytes.ctypes.data
-        guards = self._bytes[:start], self._bytes[start + self._inside.size :]
-        return all((guard == self._fill).all() for guard in guards)
+    def __init__(self, array: np.ndarray):
+        self.array, self.dtype = array, TYPES[array.dtype.name]
 
     def data_ptr(self) -> int:
-        return self._inside.ctypes.data
+        return self.array.ctypes.data
 
     # The interpreter copies tensors to the host and back; these are there already.
-    def untyped_storage(self) -> "_Buffer":
+    def untyped_storage(self) -> "_Tensor":
         return self
 
     cpu = untyped_storage
 
-    def new_empty(self, *_: Any, **__: Any) -> "_Buffer":
+    def new_empty(self, *_: Any, **__: Any) -> "_Tensor":
         return self
 
     def storage_offset(self) -> int:
@@ -117,6 +100,24 @@ class _Buffer:
     copy_ = set_
 
 
+class _Guarded(_Tensor):
+    """A copy of `array` between guards; of an output, which is None, what it looks like."""
+
+    def __init__(self, array: np.ndarray | None, like: Any, fill: int):
+        dtype, self._fill = np.dtype(like.dtype), fill
+        nbytes = int(np.prod(like.shape)) * dtype.itemsize
+        self._bytes = np.full(2 * GUARD + nbytes + 16, fill, np.uint8)
+        start = GUARD + (-(self._bytes.ctypes.data + GUARD)) % 16  # as aligned as a device buffer
+        inside = self._bytes[start : start + nbytes]
+        self._outside = self._bytes[:start], self._bytes[start + nbytes :]
+        if array is not None:  # an output that the kernel leaves out keeps the fill, and does not look like zeros
+            inside[:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        super().__init__(inside.view(dtype).reshape(like.shape))
+
+    def guards_are_whole(self) -> bool:
+        return all((guard == self._fill).all() for guard in self._outside)
+
+
 def call(
     kernel, arrays, *, grid, in_place=(), out_shapes=(), num_warps=4, num_stages=3, **constexprs
 ) -> tuple[np.ndarray, ...]:
@@ -124,14 +125,20 @@ def call(
     from pallas_kernels import jax_triton_adapter
 
     jax_triton_adapter.check_arguments(kernel, arrays, in_place, out_shapes, constexprs)
-    buffers = [_Buffer(np.asarray(a), a, WRITTEN if i in in_place else READ) for i, a in enumerate(arrays)]
-    outputs = [_Buffer(None, shape, WRITTEN) for shape in out_shapes]
-    before = [b.value.tobytes() for b in buffers]
+    buffers = [_Guarded(np.asarray(a), a, WRITTEN if i in in_place else READ) for i, a in enumerate(arrays)]
+    outputs = [_Guarded(None, shape, WRITTEN) for shape in out_shapes]
+    before = [buffer.array.tobytes() for buffer in buffers]
     kernel[tuple(grid)](*buffers, *outputs, *(None for _ in in_place), **constexprs)
     for position, (buffer, old) in enumerate(zip(buffers, before, strict=True)):
-        assert position in in_place or buffer.value.tobytes() == old, f"argument {position} is no in-place buffer"
+        assert position in in_place or buffer.array.tobytes() == old, f"argument {position} is no in-place buffer"
     assert all(b.guards_are_whole() for b in (*buffers, *outputs)), "the kernel wrote outside its buffers"
-    return (*(buffers[i].value for i in in_place), *(output.value for output in outputs))
+    return (*(buffers[i].array for i in in_place), *(output.array for output in outputs))
+
+
+def call_on_the_arrays(kernel, arrays, *, grid, in_place=(), num_warps=4, num_stages=3, **constexprs) -> tuple:
+    """`call` for arrays that are too large to copy: the kernel runs on them as they are, without guards."""
+    kernel[tuple(grid)](*map(_Tensor, arrays), *(None for _ in in_place), **constexprs)
+    return tuple(arrays[i] for i in in_place)
 
 
 def _converted(values: np.ndarray, source: Any, target: Any, _rounding: Any) -> np.ndarray:
