@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.kernels import SHAPES, Shape, kv_bytes
 from kvjax.compiled import compile_for, h200_available, inspect
+from kvjax.compiled.resources import compile_for_h200
 from pallas_kernels.attention.options import prepare
 from pallas_kernels.attention.plan import make_plan
 from pallas_kernels.paged_decode_gqa import paged_decode_gqa
@@ -20,6 +21,7 @@ pytestmark = [
     pytest.mark.skipif(find_spec("jax_cuda12_plugin") is None, reason="jax-cuda12-plugin is not installed (extra aot)"),
 ]
 BF16, F32, E4M3 = jnp.bfloat16, jnp.float32, jnp.float8_e4m3fn
+SHARED = 227 * 1024  # bytes that a block can have on an H200
 SLOTS = 2**19  # more than the rows hold; nothing is allocated
 
 
@@ -92,14 +94,18 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("implementation", ["triton", "pallas_triton"])
-def test_compiles_to_at_most_two_kernels_without_a_copy(implementation, name):
+def test_compiles_to_at_most_two_kernels_without_a_copy_or_spills(implementation, name):
     case = CASES[name]
 
     def run(*arrays):
         return case.operation(*arrays, **case.static, implementation=implementation)
 
-    facts = inspect(compile_for(run, case.arguments, "h200"))
-    assert facts.kernels == (2 if case.scratch else 1)
+    compiled, kernels = compile_for_h200(run, case.arguments)
+    facts = inspect(compiled)
+    assert facts.kernels == len(kernels) == (2 if case.scratch else 1)
+    for kernel in kernels:
+        assert kernel.spill_bytes <= 64, kernel.name
+        assert (kernel.shared_bytes or 0) <= SHARED, kernel.name
     assert facts.loop_kernels == {}
     assert facts.large_ops(case.pool_bytes // 4) == []
     assert facts.temp_bytes <= case.scratch + 4096
