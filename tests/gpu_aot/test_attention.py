@@ -1,14 +1,13 @@
 """Paged attention compiled for an H200 at serving sizes, with the configs that a caller gets by default."""
 
 import dataclasses
-from importlib.util import find_spec
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from benchmarks.kernels import SHAPES, Shape, kv_bytes
-from kvjax.compiled import compile_for, h200_available, inspect
+from kvjax.compiled import compile_for, inspect
 from kvjax.compiled.resources import compile_for_h200
 from pallas_kernels.attention.options import prepare
 from pallas_kernels.attention.plan import make_plan
@@ -16,19 +15,9 @@ from pallas_kernels.paged_decode_gqa import paged_decode_gqa
 from pallas_kernels.paged_decode_mla import paged_decode_mla
 from pallas_kernels.paged_extend import paged_extend
 
-pytestmark = [
-    pytest.mark.aot,
-    pytest.mark.skipif(find_spec("jax_cuda12_plugin") is None, reason="jax-cuda12-plugin is not installed (extra aot)"),
-]
 BF16, F32, E4M3 = jnp.bfloat16, jnp.float32, jnp.float8_e4m3fn
 SHARED = 227 * 1024  # bytes that a block can have on an H200
 SLOTS = 2**19  # more than the rows hold; nothing is allocated
-
-
-@pytest.fixture(scope="module", autouse=True)
-def h200():
-    available, reason = h200_available()
-    assert available, reason
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +83,9 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("implementation", ["triton", "pallas_triton"])
-def test_compiles_to_at_most_two_kernels_without_a_copy_or_spills(implementation, name):
+def test_compiles_to_at_most_two_kernels_without_a_copy_or_spills(implementation, name, request):
+    if implementation == "triton":
+        request.getfixturevalue("triton")
     case = CASES[name]
 
     def run(*arrays):
@@ -112,6 +103,7 @@ def test_compiles_to_at_most_two_kernels_without_a_copy_or_spills(implementation
     assert case.scratch <= case.kv_bytes / 8  # written and read again: at most a quarter more traffic
 
 
+@pytest.mark.usefixtures("triton")
 def test_none_takes_triton_and_xla_reads_with_many_kernels():
     case = CASES["Llama-3-8B decode"]
     texts = {}

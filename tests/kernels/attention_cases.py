@@ -25,7 +25,7 @@ class Case:
     dim: int
     v_dim: int
     page: int = 16
-    lens: tuple[int, ...] = (45, 16, 0, 33, 1)
+    lens: tuple[int, ...] = (45, 16, 0, 1)
     q_lens: tuple[int, ...] | None = None  # None: decode
     compute: type = F32  # of queries and results
     dtype: type = F32  # of keys and values
@@ -56,9 +56,9 @@ def latent(heads: int, rank: int, rope: int, **kwargs) -> Case:
 
 
 CASES = {
-    "Llama-3-8B": Case(32, 8, 128, 128, lens=(45, 16, 0, 33), compute=BF16, dtype=BF16, words=True),
+    "Llama-3-8B": Case(32, 8, 128, 128, lens=(21, 0, 16), compute=BF16, dtype=BF16, words=True),
     "Qwen3-32B, fp8": Case(
-        *(64, 8, 128, 128), page=64, lens=(70, 0, 64), compute=BF16, dtype=E4M3, words=True, k_scale=0.03, v_scale=0.3
+        *(64, 8, 128, 128), page=64, lens=(70, 0), compute=BF16, dtype=E4M3, words=True, k_scale=0.03, v_scale=0.3
     ),
     "SmolLM2": Case(9, 3, 64, 64, config=Config(16, 16, 3)),
     "SmolLM2, one program": Case(9, 3, 64, 64, config=None),
@@ -68,7 +68,7 @@ CASES = {
     "MQA 96 / 24, pages of 1": Case(
         *(6, 1, 96, 24), page=1, dtype=E5M2, words=True, k_scale=0.02, v_scale=0.5, traced_scales=True, sinks=True
     ),
-    "pages of 128": Case(4, 2, 64, 64, page=128, lens=(130, 127, 0, 128), config=Config(16, 32, 2)),
+    "pages of 128": Case(4, 2, 64, 64, page=128, lens=(130, 127, 0, 128), config=Config(16, 64, 2)),
     "DeepSeek-V3": latent(
         *(128, 512, 64), page=64, lens=(37, 0, 64), compute=BF16, dtype=BF16, config=Config(64, 32, 1, 8)
     ),
@@ -80,12 +80,10 @@ CASES = {
     ),
     "latents 40 + 8 of 64": latent(24, 40, 8, page=3, width=64, softcap=1.5, sinks=True),
     "latents without rope": latent(3, 16, 0, page=1, config=None),
-    "Llama-3-8B chunk": Case(8, 2, 128, 128, lens=(45, 19, 0, 33), q_lens=(19, 19, 0, 2), compute=BF16, dtype=BF16),
-    "SmolLM2 drafts": Case(9, 3, 64, 64, q_lens=(3, 2, 0, 3, 1)),
-    "window chunk": Case(
-        *(4, 2, 16, 16), page=4, q_lens=(12, 7, 0, 12, 1), window=10, sinks=True, softcap=2.0, words=True
-    ),
-    "latent chunk": latent(16, 64, 16, q_lens=(5, 5, 0, 1, 1), config=Config(32, 16, 1)),
+    "Llama-3-8B chunk": Case(8, 2, 128, 128, lens=(21, 9, 0), q_lens=(9, 2, 0), compute=BF16, dtype=BF16),
+    "SmolLM2 drafts": Case(9, 3, 64, 64, q_lens=(3, 2, 0, 1)),
+    "window chunk": Case(*(4, 2, 16, 16), page=4, q_lens=(12, 7, 0, 1), window=10, sinks=True, softcap=2.0, words=True),
+    "latent chunk": latent(16, 64, 16, q_lens=(5, 5, 0, 1), config=Config(32, 16, 1)),
 }
 
 

@@ -20,11 +20,11 @@ def attend_far(q, k, table, *arrays: jax.Array, options: Options) -> jax.Array:
     """`triton_core.attend` on pools whose slots all come after `FAR` bytes that nobody owns."""
     row_bytes = k.shape[1] * k.shape[2] * k.dtype.itemsize
     skipped = -(-FAR // row_bytes)
-    buffers: Any = vars(sys.modules["__main__"])["_Buffer"]
+    buffers: Any = vars(sys.modules["__main__"])["_Tensor"]
     near, plain = buffers.data_ptr, triton_core.make_plan
 
     def data_ptr(buffer) -> int:
-        return near(buffer) - skipped * row_bytes * (buffer._shape == k.shape)
+        return near(buffer) - skipped * row_bytes * (buffer.array.shape == k.shape)
 
     def make_plan(*given):
         return dataclasses.replace(plan := plain(*given), slots=plan.slots + skipped)
