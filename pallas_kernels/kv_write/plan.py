@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from pallas_kernels import tuning
+from pallas_kernels import jax_triton_adapter, tuning
 from pallas_kernels.arguments import power_of_two
 
 # The lowest slot that a write may reach. Only slot 0 is closed, as in SGLang's GPU writers, and not all of page 0:
@@ -53,7 +53,17 @@ def unsupported(leaves: tuple[Any, ...], values: tuple[tuple[Any, ...], ...], lo
     for part in flat:
         if part.dtype not in (*FLOATS, dtype):
             return f"values of {part.dtype} are not converted to {dtype}; cast them to float32 first"
+    if dtype == jnp.float8_e4m3fn and _capability() < 89:
+        return f"{dtype} needs compute capability 8.9 and this GPU has {_capability() / 10}"
     return None if loc.shape[0] else "there are no rows to write"
+
+
+def _capability() -> int:
+    """Compute capability of the GPU traced for, the newest where there is none (interpreted) or none that is known."""
+    try:
+        return jax_triton_adapter.compute_capability()
+    except ValueError:
+        return 999
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.pools import KVWriteLoc, MHATokenToKVPool, leaves
+from kvjax.pools import KVWriteLoc, MHATokenToKVPool
 from kvjax.pools.dtypes import SUPPORTED
+from pallas_kernels.kv_write import reference
 
 SIZE, PAGE, LAYERS, HEADS, DIM, V_DIM = 8, 4, 2, 2, 4, 6
 SLOTS = SIZE + PAGE
@@ -409,8 +410,8 @@ def test_twenty_steps_of_changing_values_trace_once_and_keep_the_static_fields()
 def test_eager_calls_share_one_trace_over_layers_and_values(monkeypatch):
     """B59: a layer id is no part of the compile key."""
     traces = []
-    put = leaves.put
-    monkeypatch.setattr(leaves, "put", lambda *args, **kwargs: traces.append(1) or put(*args, **kwargs))
+    put = reference.put
+    monkeypatch.setattr(reference, "put", lambda *args, **kwargs: traces.append(1) or put(*args, **kwargs))
     pool = MHATokenToKVPool.create(5, 3, 4, 1, 3, dtype=jnp.float32)  # sizes that no other test compiles
     for layer in range(4):
         k = np.full((1, 1, 3), layer + 1, np.float32)
