@@ -92,7 +92,7 @@ def prepare(
             static[name] = float(value)
         else:
             given[name] = value
-    present = {name: given[name] for name in EXTRAS if given.get(name) is not None}
+    present: dict[str, Any] = {name: given[name] for name in EXTRAS if given.get(name) is not None}
     extras = {name: value if hasattr(value, "shape") else jnp.asarray(value) for name, value in present.items()}
     options = Options(**static, extras=tuple(extras))
     _check(q, k, req_to_token, rows, kv_lens, options, extras)

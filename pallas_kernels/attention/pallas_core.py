@@ -18,7 +18,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.arguments import power_of_two
 from pallas_kernels.attention.options import Options
-from pallas_kernels.attention.plan import Piece, Plan, make_plan
+from pallas_kernels.attention.plan import Piece, Plan, make_plan, unsupported
 from pallas_kernels.attention.reference import NOTHING_SEEN
 
 LOG2E = 1.4426950408889634  # scores are kept in units of log 2: exp2 is one instruction
@@ -72,7 +72,7 @@ def why_not(q, k, *arrays, options: Options) -> str | None:
     for pool in (k, v):
         if pool.dtype.itemsize == 1 and 2**31 < pool.size <= 2**32:
             return f"a pool of {pool.size} one-byte entries would be addressed with signed 32-bit offsets"
-    return None
+    return unsupported(options)
 
 
 def _columns(piece: Piece) -> jax.Array:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from pallas_kernels import tuning
+import jax.numpy as jnp
+
+from pallas_kernels import jax_triton_adapter, tuning
 from pallas_kernels.arguments import power_of_two
 from pallas_kernels.attention.options import Config, Options
 
@@ -69,6 +71,17 @@ class Plan:
     def grid(self) -> tuple[int, int, int]:
         """(KV head x head tile x token tile, lane, split)."""
         return self.kv_heads * self.head_tiles * self.token_tiles, self.batch, self.config.splits
+
+
+def unsupported(options: Options) -> str | None:
+    """What no kernel can do on the GPU traced for, as a sentence."""
+    try:
+        capability = jax_triton_adapter.compute_capability()
+    except ValueError:  # interpreted, or a GPU that is not known here
+        return None
+    if options.dtype == jnp.float8_e4m3fn and capability < 89:
+        return f"{options.dtype.name} needs compute capability 8.9 and this GPU has {capability / 10}"
+    return None
 
 
 def make_plan(q, k, table, given, options: Options) -> Plan:

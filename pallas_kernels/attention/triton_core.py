@@ -3,6 +3,9 @@
 The same programs as `pallas_core.py`, which says how padding is kept out. Offsets into pools are 64-bit.
 """
 
+# Inside a kernel everything is a Triton value, whatever the annotations of the language say.
+# pyright: reportArgumentType=false, reportOperatorIssue=false
+
 from __future__ import annotations
 
 from typing import Any

@@ -1,6 +1,7 @@
 """Paged attention compiled for an H200 at serving sizes, with the configs that a caller gets by default."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +21,14 @@ SHARED = 227 * 1024  # bytes that a block can have on an H200
 SLOTS = 2**19  # more than the rows hold; nothing is allocated
 
 
+prepared: Any = prepare  # takes shapes too
+
+
 @dataclasses.dataclass(frozen=True)
 class Made:
     """A call with shapes in place of arrays."""
 
-    operation: object
+    operation: Any
     arguments: tuple
     static: dict
     pool_bytes: int  # of the smallest pool
@@ -52,7 +56,7 @@ def made(shape: Shape, *, v_dim=None, compute=BF16, dtype=None, words=None, **st
         operation, arguments, how = paged_decode_mla, (q, k, table, lane, lane), {"rank": shape.rank}
     else:
         operation, arguments, how = paged_decode_gqa, (q, k, v, table, lane, lane), {}
-    _, options = prepare(q, k, table, lane, lane, v=v, positions=positions, rank=shape.rank, **static)
+    _, options = prepared(q, k, table, lane, lane, v=v, positions=positions, rank=shape.rank, **static)
     plan = make_plan(
         jax.ShapeDtypeStruct((shape.batch, shape.new, *q.shape[-2:]), compute), k, table, {"v": v}, options
     )

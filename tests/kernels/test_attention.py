@@ -5,8 +5,9 @@ Pools hold NaN wherever no row has a token, and tables hold anything behind a ro
 
 import dataclasses
 import functools
-import importlib
+import inspect
 import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,8 @@ from pallas_kernels.paged_extend import paged_extend
 from tests.kernels import triton_interpreter
 from tests.kernels.attention_cases import CASES, F32, Case, Made, arguments, check, make
 
-OPERATIONS = {f.__name__: f for f in (paged_decode_gqa, paged_decode_mla, paged_extend)}
+prepared: Any = prepare  # takes NumPy arrays and shapes too
+OPERATIONS: dict[str, Any] = {f.__name__: f for f in (paged_decode_gqa, paged_decode_mla, paged_extend)}
 JAX_RUNS = {
     "xla": {"implementation": "xla"},
     "pallas_triton": {"implementation": "pallas_triton", "interpret": True},
@@ -71,13 +73,13 @@ def astray(made: Made) -> Made:
 
 def triton_call(case: Case, made: Made) -> triton_interpreter.Call:
     given, how = arguments(case, made)
-    named = dict(zip(("q", "k", "v", "table", "rows", "lens"), given, strict=False))
+    named: dict[str, Any] = dict(zip(("q", "k", "v", "table", "rows", "lens"), given, strict=False))
     if case.operation == "paged_extend":
         named = dict(zip(("q", "k", "v", "table", "rows", "positions", "lens"), given, strict=True))
     elif case.rank is not None:
         named = dict(zip(("q", "k", "table", "rows", "lens"), given, strict=True))
     plain = [named[n] for n in ("q", "k", "table", "rows", "lens")]
-    arrays, options = prepare(*plain, v=named.get("v"), positions=named.get("positions"), **how)
+    arrays, options = prepared(*plain, v=named.get("v"), positions=named.get("positions"), **how)
     arrays = tuple(np.asarray(a) for a in arrays)
     module = f"pallas_kernels.{case.operation}.triton"
     return triton_interpreter.Call(module, case.operation, arrays, {"options": options})
@@ -150,7 +152,7 @@ def test_offsets_beyond_32_bits_reach_their_rows(by_triton):
 @pytest.mark.parametrize("fault", ["cols <= stop", "cols < stop - 1"])
 def test_a_kernel_with_a_fault_in_its_last_block_is_caught(fault):
     """The Pallas kernel with one line changed, in a module of its own."""
-    source = importlib.util.find_spec(pallas_core.__name__).loader.get_source(pallas_core.__name__)
+    source = inspect.getsource(pallas_core)
     assert source.count("held = cols < stop\n") == 1
     faulty = types.ModuleType("faulty")
     exec(source.replace("held = cols < stop\n", f"held = {fault}\n"), faulty.__dict__)
@@ -166,7 +168,7 @@ def test_offsets_that_pallas_would_cut_are_refused_or_passed_over():
     """B45: one-byte entries beyond 2^31 need wider offsets than Pallas gives; None takes another implementation."""
     for slots, fits in ((2**20, True), (2**21 + 64, False), (2**22 + 64, True)):
         pool = jax.ShapeDtypeStruct((slots, 8, 128), jnp.uint8)
-        arrays, options = prepare(
+        arrays, options = prepared(
             *(jax.ShapeDtypeStruct((2, 32, 128), jnp.bfloat16), pool, jax.ShapeDtypeStruct((3, 64), jnp.int32)),
             *(jax.ShapeDtypeStruct((2,), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.int32)),
             v=pool,
@@ -179,10 +181,21 @@ def test_offsets_that_pallas_would_cut_are_refused_or_passed_over():
             assert registry.best("paged_decode_gqa", *arrays, options=options) == "triton"
 
 
+@pytest.mark.parametrize("implementation", ["triton", "pallas_triton"])
+def test_a_gpu_without_fp8_is_passed_over(implementation):
+    made = make(CASES[FAR])
+    given, how = arguments(CASES[FAR], made)
+    with traced_for("NVIDIA A100-SXM4-80GB", 108, "cuda"):
+        call = triton_call(CASES[FAR], made)
+        assert registry.best("paged_decode_gqa", *call.arguments, **call.static) == "xla"
+        with pytest.raises(ValueError, match=r"float8_e4m3fn needs compute capability 8\.9 and this GPU has 8\.0"):
+            OPERATIONS["paged_decode_gqa"](*given, **how, implementation=implementation)
+
+
 def test_mistakes_are_refused_with_a_reason():
     made = make(CASES["SmolLM2"])
     good, how = arguments(CASES["SmolLM2"], made)
-    call = functools.partial(paged_decode_gqa, *good, **how)
+    call: Any = functools.partial(paged_decode_gqa, *good, **how)
     for change, message in (
         ({"dtype": jnp.bfloat16}, "k holds float32 words for values of dtype bfloat16"),
         ({"window": 0}, "window must be at least 1, got 0"),
@@ -195,9 +208,9 @@ def test_mistakes_are_refused_with_a_reason():
         with pytest.raises(ValueError, match=message):
             call(**change)
     with pytest.raises(ValueError, match="rank <= query columns <= stored columns"):
-        paged_decode_mla(made.q, made.k, *good[3:], rank=8, **how)
+        OPERATIONS["paged_decode_mla"](made.q, made.k, *good[3:], rank=8, **how)
     with pytest.raises(ValueError, match=r"\[b, t, heads, head_dim\] for a chunk"):
-        paged_extend(*good[:5], made.rows[:, None], good[5], **how)
+        OPERATIONS["paged_extend"](*good[:5], made.rows[:, None], good[5], **how)
     with pytest.raises(ValueError, match="block_n is 24; a power of two of at least 16"):
         Config(block_n=24)
     assert Options(1.0, jnp.dtype(F32), precision=jax.lax.Precision.HIGHEST).exact

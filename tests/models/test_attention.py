@@ -237,16 +237,16 @@ def test_kernels_read_what_the_decoder_gives_them(width, window, latent):
     else:
         pool, _, _ = filled(table, size, 4, kv_lens, 2, 16, 8)
     rows = jnp.array([1, 2, 0], jnp.int32)
-    batch, positions = Batch.create(jnp.asarray(table), rows, kv_lens - q_lens, q_lens, width, window=window)
+    prefix, new = jnp.asarray(kv_lens - q_lens), jnp.asarray(q_lens)
+    batch, positions = Batch.create(jnp.asarray(table), rows, prefix, new, width, window=window)
     q = queries(batch, positions, 4, 16)
 
     def run(**how):
-        rank = 12 if latent else None
-        return jax.jit(
-            lambda *arrays: paged_attention(
-                arrays[0], arrays[1], 0, *arrays[2:], 0.3, latent_rank=rank, window=window, **how
-            )
-        )(q, pool, batch, positions)
+        def attend(q, pool, batch, positions):
+            rank = 12 if latent else None
+            return paged_attention(q, pool, 0, batch, positions, 0.3, latent_rank=rank, window=window, **how)
+
+        return jax.jit(attend)(q, pool, batch, positions)
 
     want = run(implementation="xla")
     assert np.abs(want[:2]).min(axis=(1, 2)).max() > 1e-3
