@@ -18,6 +18,7 @@ NAMES = {
     "write": "a KV write in every dtype, 2^12 to 2^20 slots",
     "decode": "the same decoder on paged pools and on a contiguous cache",
     "compiled": "alias bytes, temporary bytes and kernels of the compiled programs (CPU and, deviceless, H200)",
+    "kernels": "paged attention on a GPU: kernels, XLA, JAX's own, and the bandwidth of a device copy",
     "swa": "pages held per layer kind while a sequence grows, and tokens served by a budget, with sliding windows",
     "replay": "radix cache and ledger on a real trace, and one scheduling step",
     "smollm2": "prefill and decode of SmolLM2-135M, batch 1 and 6, and its bare matmuls",
@@ -35,7 +36,14 @@ def main(argv: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", choices=NAMES, help="what to measure")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write a list of {name, value, unit, config}")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        nargs="?",
+        const=Path("-"),
+        metavar="FILE",
+        help="write a list of {name, value, unit, config}; without a file: to stdout, instead of the table",
+    )
     parser.add_argument("--quick", action="store_true", help="fewer sizes, to see whether it runs")
     options = parser.parse_args(argv)
     if not has_nvidia_driver():
@@ -52,9 +60,14 @@ def main(argv: list[str] | None = None) -> int:
         task = bar.add_task(options.name)
         for measurement in run(lambda text: bar.update(task, description=text), options.quick):
             found.append(measurement)
-    _print(found)
+    text = json.dumps([m.as_json() for m in found], indent=1) + "\n"
+    if options.json == Path("-"):
+        sys.stdout.write(text)
+        return 0
+    if found:
+        _print(found)
     if options.json:
-        options.json.write_text(json.dumps([m.as_json() for m in found], indent=1) + "\n")
+        options.json.write_text(text)
     return 0
 
 

@@ -3,7 +3,7 @@
 JAX wraps -1 to the last element even with `mode="drop"`, clamps reads that run past the end, and compiles a scatter
 without `unique_indices` into a compare-and-swap loop per element for narrow dtypes. Everything that may be out of
 range goes through here instead: a write outside is dropped, a read outside gives a value that the caller names.
-Writes along the first axis are in `pallas_kernels.indexing`, because the references of the kernels need them too.
+What the references of the kernels need too stands in `pallas_kernels.indexing` and is handed on here.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from jax.custom_batching import custom_vmap
 from pallas_kernels.indexing import in_range as in_range
 from pallas_kernels.indexing import parked as parked
 from pallas_kernels.indexing import put as put
+from pallas_kernels.indexing import take as take
+from pallas_kernels.indexing import take2 as take2
 
 
 def put2(array: jax.Array, row: jax.Array, col: jax.Array, values, *, valid: jax.Array) -> jax.Array:
@@ -24,11 +26,6 @@ def put2(array: jax.Array, row: jax.Array, col: jax.Array, values, *, valid: jax
     return array.at[parked(row, array.shape[0], ok), jnp.where(ok, col, 0)].set(
         values, mode="drop", unique_indices=True
     )
-
-
-def take(array: jax.Array, idx: jax.Array) -> jax.Array:
-    """array[idx] along axis 0, shape idx.shape + array.shape[1:]; entry 0, the padding, where idx is outside."""
-    return _gathered(array, jnp.where(in_range(idx, array.shape[0]), idx, 0))
 
 
 def take_short(array: jax.Array, idx: jax.Array) -> jax.Array:
@@ -62,9 +59,3 @@ def _gathered_on_one_thread(array: jax.Array, at: jax.Array) -> jax.Array:
 def _(_, in_batched, array: jax.Array, at: jax.Array) -> tuple[jax.Array, bool]:
     axes = tuple(0 if batched else None for batched in in_batched)
     return jax.vmap(_gathered, in_axes=axes)(array, at), True
-
-
-def take2(array: jax.Array, row: jax.Array, col: jax.Array) -> jax.Array:
-    """array[row, col] elementwise; row 0, column 0 where either is outside."""
-    ok = in_range(row, array.shape[0]) & in_range(col, array.shape[1])
-    return array.at[jnp.where(ok, row, 0), jnp.where(ok, col, 0)].get(mode="promise_in_bounds")

@@ -72,13 +72,15 @@ def build_programs(
     *,
     prefix_cache: bool,
     snapshots: bool,
+    implementation: str | None = None,
 ) -> dict[Any, Program]:
-    """Every program of a `ModelBackend`, by bucket or name; those of a prefix cache only where there is one."""
-    model, park = (graph, weights, pool, ledger), prefix_cache
-    programs: dict[Any, Program] = {
-        bucket: build_extend(*model, *bucket, eos_ids, park=park) for bucket in buckets.shapes
-    }
-    programs["decode"] = build_decode(*model, shapes.batch, shapes.steps, eos_ids, park=park)
+    """Every program of a `ModelBackend`, by bucket or name; those of a prefix cache only where there is one.
+
+    implementation: of the kernels, see `pallas_kernels.registry`.
+    """
+    model, how = (graph, weights, pool, ledger), {"park": prefix_cache, "implementation": implementation}
+    programs: dict[Any, Program] = {bucket: build_extend(*model, *bucket, eos_ids, **how) for bucket in buckets.shapes}
+    programs["decode"] = build_decode(*model, shapes.batch, shapes.steps, eos_ids, **how)
     programs["open"] = rows.build_open(ledger, shapes.max_context_len if prefix_cache else 1)
     programs["close"] = rows.build_close(ledger)
     if prefix_cache:

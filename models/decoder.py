@@ -146,7 +146,7 @@ class Decoder(nnx.Module):
             layers, whose batch then has been made with the ledger.
         logits: "last", those of each lane's last real token, f32[b, vocab]; "all", f32[b, t, vocab].
             On padding they are finite and mean nothing.
-        implementation: of the attention, see `paged_attention`.
+        implementation: of the write and the attention, see `pallas_kernels.registry`.
         Returns (logits, pool).
         """
         if logits not in ("last", "all"):

@@ -48,6 +48,7 @@ class EngineSettings:
     prefix_cache: bool = False  # keep what was computed, for prompts that begin alike, as long as nobody needs the room
     need_sort: bool = False  # hand out the lowest free pages first (a sorted merge when the free list runs out)
     window_mode: str = "dual"  # of models with window layers: "dual" pools, or a "ring" per row
+    implementation: str | None = None  # of the kernels: a name of `pallas_kernels.registry.NAMES`; None: the best here
 
     def shapes(self) -> Shapes:
         """ValueError for a size below 1."""
@@ -222,6 +223,7 @@ class Engine:
             self.eos_ids,
             prefix_cache=self.settings.prefix_cache,
             snapshots=snapshots,
+            implementation=self.settings.implementation,
         )
         self._compiled: dict[Any, jax.stages.Compiled] = {}
         for done, (key, program) in enumerate(self.programs.items()):

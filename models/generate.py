@@ -78,6 +78,10 @@ class Options:
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Of weights, activations and KV cache."""
 
+    implementation: Literal["xla", "triton", "pallas_triton"] | None = None
+    """What reads the KV cache: plain XLA, or kernels for an NVIDIA GPU. Default: the best that this machine can run;
+    a name that it cannot run is refused."""
+
     quiet: bool = False
     """No progress bars."""
 
@@ -117,6 +121,7 @@ def _refuse(sentence: str) -> int:
 def _run(options: Options) -> None:
     from rich.console import Console
 
+    from models.attention import refuse_implementation
     from models.chatting import find_model, load, prompt_ids, start_engine
     from models.engine import EngineSettings
     from models.progress import Bars
@@ -148,8 +153,10 @@ def _run(options: Options) -> None:
         steps=options.steps,
         prefix_cache=options.prefix_cache,
         kv_dtype=options.dtype,
+        implementation=options.implementation,
     )
     settings.shapes()
+    refuse_implementation(options.implementation)
     path = find_model(options.model, progress=not options.quiet)
     with Bars(options.quiet) as bars:
         checkpoint, model = load(path, options.dtype, bars.loading)

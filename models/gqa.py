@@ -60,7 +60,7 @@ class GQAttention(nnx.Module):
         k_scale, v_scale = (None, None) if pool.dtype == k.dtype else (self.k_scale, self.v_scale)
         # Written first and read back with the rest: attending to the new token apart copies the pool on the CPU.
         with jax.named_scope("write_kv"):
-            pool = pool.set_kv_buffer(self.layer_id, batch.kv_loc, k, v, k_scale=k_scale, v_scale=v_scale)
+            pool = pool.set_kv_buffer(self.layer_id, batch.kv_loc, k, v, k_scale, v_scale, implementation)
         out = paged_attention(
             q,
             pool,

@@ -50,13 +50,15 @@ class MLAttention(nnx.Module):
         compressed = x if self.q_a is None or self.q_a_norm is None else self.q_a_norm(self.q_a(x))
         q_nope, q_rope = jnp.split(self.q(compressed).reshape(b, t, c.num_heads, -1), [nope], axis=-1)
         latent, k_rope = jnp.split(self.kv_a(x), [rank], axis=-1)
+        latent = self.kv_a_norm(latent)
         k_rope = apply_rope(k_rope[:, :, None, :], angles, interleaved=c.rope_interleaved)
         with jax.named_scope("write_kv"):
             pool = pool.set_mla_kv_buffer(
                 self.layer_id,
                 batch.write_loc,
-                self.kv_a_norm(latent).reshape(b * t, 1, rank),
+                latent.reshape(b * t, 1, rank),
                 k_rope.reshape(b * t, 1, -1),
+                implementation=implementation,
             )
         with jax.named_scope("absorb_q"):
             q_latent = jnp.einsum("bthn,hnr->bthr", q_nope, self.kv_b_k[...], precision=self.precision)

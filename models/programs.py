@@ -188,11 +188,13 @@ def build_extend(
     eos_ids: tuple[int, ...] = (),
     *,
     park: bool = False,
+    implementation: str | None = None,
 ) -> Program:
     """extend(weights, pool, ledger, Chunk) -> (pool, ledger, packed Report of `lanes` lanes, 1 token each).
 
     weights, pool and ledger may be arrays or shapes. One program per bucket [lanes, width]. park: a request that ends
-    keeps its row and its pages, for the host to hand them to a prefix tree.
+    keeps its row and its pages, for the host to hand them to a prefix tree. implementation: of the kernels, see
+    `pallas_kernels.registry`.
     """
 
     def extend(weights, pool, ledger, chunk: Chunk):
@@ -206,7 +208,8 @@ def build_extend(
             batch, positions = Batch.create(
                 ledger.table.req_to_token, rows, chunk.prefix_lens, new, t, window=ledger.window, ledger=ledger
             )
-        logits, pool = nnx.merge(graph, weights)(chunk.tokens, positions, pool, batch)
+        model = nnx.merge(graph, weights)
+        logits, pool = model(chunk.tokens, positions, pool, batch, implementation=implementation)
         final = chunk.final & (new > 0)
         token = _draw(logits, chunk.sampling, chunk.seq_lens, final)
         finished = final & (_is_end(token, eos_ids, chunk.ends) | (chunk.generated + 1 >= chunk.limit))
@@ -265,6 +268,7 @@ def build_decode(
     eos_ids: tuple[int, ...] = (),
     *,
     park: bool = False,
+    implementation: str | None = None,
 ) -> Program:
     """decode(weights, pool, ledger, Lanes, steps i32[], leave i32[]) -> (pool, ledger, packed Report).
 
@@ -272,7 +276,7 @@ def build_decode(
     active, or a step can not have its pages; that step changes nothing, and the report says which lanes wait.
     A lane ends with an end-of-sequence token or at its limit: its last token is never fed, so its KV is never
     written, and its row and pages go back before the next step takes any. park: they stay with the lane's request
-    instead, for the host to hand them to a prefix tree.
+    instead, for the host to hand them to a prefix tree. implementation: of the kernels, see `build_extend`.
     """
 
     def decode(weights, pool, ledger, inputs: Lanes, limit_steps, leave):
@@ -293,7 +297,8 @@ def build_decode(
             )
             if c.ledger.window is not None:
                 batch = batch.with_window(c.positions[:, None], c.ledger.window, c.ledger)
-            logits, pool = nnx.merge(graph, weights)(c.tokens[:, None], c.positions[:, None], c.pool, batch)
+            model, tokens, at = nnx.merge(graph, weights), c.tokens[:, None], c.positions[:, None]
+            logits, pool = model(tokens, at, c.pool, batch, implementation=implementation)
             token = jnp.where(c.active, _draw(logits, inputs.sampling, c.positions + 1, c.active), 0)
             generated = c.generated + c.active
             # Window layers read the mapping, and whatever writes it next must come behind that, or XLA copies it.

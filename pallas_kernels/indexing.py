@@ -1,8 +1,8 @@
-"""Safe writes: the one helper between computed indices and the arrays that they write to.
+"""Safe indexing: the one helper between computed indices and the arrays that they write to or read from.
 
 JAX wraps -1 to the last element even with `mode="drop"`, and compiles a scatter without `unique_indices` into a
-compare-and-swap loop per element for narrow dtypes. It stands here, and not beside the reads in `kvjax.indexing`
-(which hands it on), because the references of the kernels need it and this package imports nothing from kvjax.
+compare-and-swap loop per element for narrow dtypes. It stands here, and not in `kvjax.indexing` (which hands it on),
+because the references of the kernels need it and this package imports nothing from kvjax.
 """
 
 import jax
@@ -40,3 +40,14 @@ def put(array: jax.Array, idx: jax.Array, values, *, valid: jax.Array | None = N
     if valid is not None:
         ok &= valid
     return array.at[parked(idx, limit, ok)].set(values, mode="drop", unique_indices=True)
+
+
+def take(array: jax.Array, idx: jax.Array) -> jax.Array:
+    """array[idx] along axis 0, shape idx.shape + array.shape[1:]; entry 0, the padding, where idx is outside."""
+    return array.at[jnp.where(in_range(idx, array.shape[0]), idx, 0)].get(mode="promise_in_bounds")
+
+
+def take2(array: jax.Array, row: jax.Array, col: jax.Array) -> jax.Array:
+    """array[row, col] elementwise; row 0, column 0 where either is outside."""
+    ok = in_range(row, array.shape[0]) & in_range(col, array.shape[1])
+    return array.at[jnp.where(ok, row, 0), jnp.where(ok, col, 0)].get(mode="promise_in_bounds")

@@ -34,6 +34,9 @@ TABLE: dict[str, dict[str, str]] = {
     "ledger_extend": {"xla": "reference", "triton": "triton", "pallas_triton": "pallas_triton"},
     "release": {"xla": "reference", "triton": "triton", "pallas_triton": "pallas_triton"},
     "kv_write": {"xla": "reference", "triton": "triton", "pallas_triton": "pallas_triton"},
+    "paged_decode_gqa": {"xla": "reference", "triton": "triton", "pallas_triton": "pallas_triton"},
+    "paged_decode_mla": {"xla": "reference", "triton": "triton", "pallas_triton": "pallas_triton"},
+    "paged_extend": {"xla": "reference", "triton": "triton", "pallas_triton": "pallas_triton"},
 }
 
 

@@ -106,16 +106,22 @@ def inspect(compiled: jax.stages.Compiled) -> CompiledReport:
 
 def count_kernels(module: hlo.Module, computation: str) -> int:
     """Launches of one run of `computation`; loops in it are not counted, of branches the longest is."""
-    total = 0
+    return len(launches(module, computation))
+
+
+def launches(module: hlo.Module, computation: str) -> list[hlo.Instruction]:
+    """The instructions that `count_kernels` counts; the attributes of each say which part of the program made it."""
+    found = []
     for i in module[computation].instructions:
         if i.opcode == "call":
-            total += sum(count_kernels(module, c) for c in i.callees())
+            found += [launched for c in i.callees() for launched in launches(module, c)]
         elif i.opcode == "conditional":
-            total += max((count_kernels(module, c) for c in i.callees()), default=0)
+            found += max((launches(module, c) for c in i.callees()), key=len, default=[])
         elif i.opcode not in _NO_KERNEL:
             target = _TARGET.search(i.attributes) if i.opcode == "custom-call" else None
-            total += target is None or target[1] not in _NO_KERNEL_TARGETS
-    return total
+            if target is None or target[1] not in _NO_KERNEL_TARGETS:
+                found.append(i)
+    return found
 
 
 def count_loop_kernels(module: hlo.Module) -> dict[str, int]:

@@ -79,7 +79,7 @@ class Attention(nnx.Module):
         q, k = self._rotated(q, angles), self._rotated(k, angles)
         k = k.reshape(b * t, c.num_kv_heads, c.head_dim)
         with jax.named_scope("write_kv"):
-            pool = pool.set_kv_buffer(self.layer_id, batch.write_loc, k, v)
+            pool = pool.set_kv_buffer(self.layer_id, batch.write_loc, k, v, implementation=implementation)
         out = paged_attention(
             q,
             pool,

@@ -153,6 +153,19 @@ def _converted(values: np.ndarray, source: Any, target: Any, _rounding: Any) -> 
         return held.astype(names[target.name]).view(f"uint{target.primitive_bitwidth}")
 
 
+def _widened(interpreter: Any) -> Any:
+    """The interpreter's matmul, with bfloat16 factors as float32: its own multiplies their bits."""
+    plain = interpreter.InterpreterBuilder.create_dot
+
+    def factor(x: Any) -> Any:
+        if x.dtype.scalar.name != "bf16":
+            return x
+        wide = interpreter._convert_float(x.data, x.dtype.scalar, interpreter.tl.float32, None).view(np.float32)
+        return interpreter.TensorHandle(wide, interpreter.tl.float32)
+
+    return lambda builder, a, b, *rest: plain(builder, factor(a), factor(b), *rest)
+
+
 def main(asked: str, answered: str) -> None:
     import jax
     import triton.runtime.interpreter
@@ -160,6 +173,7 @@ def main(asked: str, answered: str) -> None:
     from pallas_kernels import jax_triton_adapter
 
     triton.runtime.interpreter._convert_float = _converted
+    triton.runtime.interpreter.InterpreterBuilder.create_dot = _widened(triton.runtime.interpreter)
 
     def interpreted(*args: Any, **kwargs: Any) -> tuple[jax.Array, ...]:
         return tuple(map(jax.numpy.asarray, call(*args, **kwargs)))

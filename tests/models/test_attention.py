@@ -224,6 +224,35 @@ def test_latent_values_are_columns_of_the_keys(width):
         np.testing.assert_allclose(out[lane], want, atol=ATOL)
 
 
+@pytest.mark.parametrize(("width", "window", "latent"), [(1, None, False), (3, 6, False), (1, None, True)])
+def test_kernels_read_what_the_decoder_gives_them(width, window, latent):
+    """The arrays and pools of a decoder, through a kernel in the interpreter."""
+    kv_lens, q_lens = np.array([23, 5, 0], np.int32), np.array([width, width, 0], np.int32)
+    table, size = scattered_table(3, 24, 4)
+    if latent:
+        pool = MLATokenToKVPool.create(size, 4, 1, 12, 4, dtype=jnp.bfloat16, width=32)
+        loc = np.concatenate([table[row + 1, :n] for row, n in enumerate(kv_lens)])
+        values = np.random.default_rng(0).normal(size=(len(loc), 1, 16)).astype(np.float32)
+        pool = pool.set_kv_buffer(0, loc, values)
+    else:
+        pool, _, _ = filled(table, size, 4, kv_lens, 2, 16, 8)
+    rows = jnp.array([1, 2, 0], jnp.int32)
+    prefix, new = jnp.asarray(kv_lens - q_lens), jnp.asarray(q_lens)
+    batch, positions = Batch.create(jnp.asarray(table), rows, prefix, new, width, window=window)
+    q = queries(batch, positions, 4, 16)
+
+    def run(**how):
+        def attend(q, pool, batch, positions):
+            rank = 12 if latent else None
+            return paged_attention(q, pool, 0, batch, positions, 0.3, latent_rank=rank, window=window, **how)
+
+        return jax.jit(attend)(q, pool, batch, positions)
+
+    want = run(implementation="xla")
+    assert np.abs(want[:2]).min(axis=(1, 2)).max() > 1e-3
+    np.testing.assert_allclose(run(implementation="pallas_triton", interpret=True), want, rtol=0, atol=ATOL)
+
+
 def test_bfloat16_is_accumulated_in_float32():
     """300 equal values of 1 + 2**-7: a bfloat16 sum would stop growing at 256."""
     table, size = scattered_table(1, 304, 16)
@@ -241,7 +270,7 @@ def test_mistakes_are_refused_with_a_reason():
     pool, _, _ = filled(table, size, 4, [8], 2, 8, 8)
     batch, positions = chunk(table, [8], [1])
     call = functools.partial(paged_attention, pool=pool, layer_id=0, batch=batch, positions=positions, scale=0.3)
-    with pytest.raises(ValueError, match="unknown attention implementation 'cudnn'"):
+    with pytest.raises(ValueError, match="implementation='cudnn' is not one of xla"):
         call(q=queries(batch, positions, 4, 8), implementation="cudnn")
     with pytest.raises(ValueError, match="3 query heads do not divide into 2 KV heads"):
         call(q=queries(batch, positions, 3, 8))

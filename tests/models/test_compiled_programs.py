@@ -34,10 +34,22 @@ def test_pools_stay_in_place_at_every_size(kind, model, platform):
     assert not large.report.large_ops(small.smallest_leaf)
 
 
+@pytest.mark.parametrize("implementation", ["xla", None])
 @pytest.mark.parametrize("model", programs.MODELS)
-def test_kernels_of_a_decode_step_on_an_h200(model, record_property):
-    """Recorded, with a bound that a forgotten fusion or a serial scatter would break."""
-    report = programs.compiled("decode", model, "h200").report
-    step = max(report.loop_kernels.values())
+def test_kernels_of_a_decode_step_on_an_h200(model, implementation, record_property):
+    """Recorded, with bounds that a forgotten fusion, a serial scatter or a read in XLA would break."""
+    how = {} if implementation is None else {"implementation": implementation}  # spelled as above: compiled once
+    report = programs.compiled("decode", model, "h200", **how).report
+    step, kinds = max(report.loop_kernels.values()), programs.step_kernels(report)
     record_property("kernels_per_step", step)
-    assert 100 < step < 320
+    per_block = kinds.pop("attention_per_block")
+    assert sum(kinds.values()) == step
+    assert kinds["ledger"] > 0
+    if implementation is None:
+        assert kinds["write"] == programs.LAYERS, "one kernel writes"
+        assert kinds["attention"] == 2 * programs.LAYERS, "one kernel reads, one merges what splits have read"
+        assert per_block == 0
+        assert step < 200
+    else:
+        assert per_block >= 4 * programs.LAYERS
+        assert 100 < step < 320

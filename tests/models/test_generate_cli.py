@@ -70,7 +70,15 @@ def test_help_explains_every_option_without_loading_jax():
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    for text in ("--max-context-len", "--page-size", "smollm2", "--top-p", "--no-prefix-cache", "exit code 2"):
+    for text in (
+        "--max-context-len",
+        "--page-size",
+        "smollm2",
+        "--top-p",
+        "--no-prefix-cache",
+        "--implementation",
+        "exit code 2",
+    ):
         assert text in done.stdout
 
 
@@ -88,6 +96,7 @@ def test_help_explains_every_option_without_loading_jax():
         (["--raw", "--system", "Be kind."], "A system message needs a chat template"),
         (["--prompt", ""], "A --prompt is empty"),
         (["--prompt", "\udcff"], "half of a surrogate pair"),
+        (["--implementation", "triton"], "'triton' needs an NVIDIA GPU and the platform is 'cpu'; choose one of 'xla'"),
     ],
     ids=lambda value: " ".join(value).encode(errors="replace").decode() if isinstance(value, list) else "",
 )

@@ -1,0 +1,158 @@
+"""Paged attention on a GPU: the kernels, plain XLA, JAX's own paged attention, and a device copy as the measure.
+
+A step of decode reads every key and value once, so its best time is that of moving those bytes. A copy moves each byte
+twice, once in and once out; its bandwidth is what `share` is relative to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import sys
+from collections.abc import Callable, Iterator
+from statistics import median
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.measure import Measurement, interleaved
+from pallas_kernels import registry
+from pallas_kernels.paged_decode_gqa import paged_decode_gqa
+from pallas_kernels.paged_decode_mla import paged_decode_mla
+from pallas_kernels.paged_extend import paged_extend
+
+CALLS = 20  # in a row, so that the time of a launch from Python is hidden behind the one before
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """One layer of a model in service: bf16, rows of equal length on scattered pages."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    batch: int = 64
+    context: int = 4096
+    page: int = 16
+    new: int = 1  # queries per row, the last tokens of the context
+    rank: int | None = None  # latent attention
+
+
+SHAPES = {
+    "Llama-3-8B decode": Shape(32, 8, 128),
+    "Llama-3-8B decode, 4 rows of 32768": Shape(32, 8, 128, batch=4, context=32768),
+    "Qwen3-32B decode": Shape(64, 8, 128),
+    "DeepSeek-V2-Lite decode": Shape(16, 1, 576, rank=512),
+    "DeepSeek-V3 decode": Shape(128, 1, 576, rank=512),
+    "Llama-3-8B chunk of 512": Shape(32, 8, 128, batch=8, new=512),
+    "Llama-3-8B 4 drafts": Shape(32, 8, 128, new=4),
+}
+
+
+def arrays(shape: Shape, seed: int = 0) -> dict[str, Any]:
+    """Random queries and pool; every row holds `context` tokens."""
+    rng, key = np.random.default_rng(seed), jax.random.key(seed)
+    pages = shape.context // shape.page
+    order = rng.permutation(shape.batch * pages).astype(np.int32).reshape(shape.batch, pages) + 1
+    slots = order[:, :, None] * shape.page + np.arange(shape.page, dtype=np.int32)
+    size = (shape.batch * pages + 1) * shape.page
+    lens = np.full(shape.batch, shape.context, np.int32)
+    q_shape = (shape.batch, shape.new, shape.heads, shape.dim)
+    made = {
+        "q": jax.random.normal(key, q_shape if shape.new > 1 else (q_shape[0], *q_shape[2:]), jnp.bfloat16),
+        "k": jax.random.normal(jax.random.fold_in(key, 1), (size, shape.kv_heads, shape.dim), jnp.bfloat16),
+        "table": jnp.asarray(np.concatenate([np.zeros((1, shape.context), np.int32), slots.reshape(shape.batch, -1)])),
+        "rows": jnp.arange(1, shape.batch + 1, dtype=jnp.int32),
+        "lens": jnp.asarray(lens),
+        "pages": jnp.asarray(order),
+        "positions": jnp.asarray(lens[:, None] - shape.new + np.arange(shape.new, dtype=np.int32)),
+    }
+    if shape.rank is None:
+        made["v"] = jax.random.normal(jax.random.fold_in(key, 2), made["k"].shape, jnp.bfloat16)
+    return made
+
+
+def implementations(shape: Shape, given: dict[str, Any], *, interpret: bool = False) -> dict[str, Callable[[], Any]]:
+    """Every way to compute the shape that can run here, as calls without arguments; interpret: the Pallas ones."""
+    a, scale = given, shape.dim**-0.5
+    if shape.new > 1:
+        operation, ordered = (
+            paged_extend,
+            (a["q"], a["k"], a.get("v"), a["table"], a["rows"], a["positions"], a["lens"]),
+        )
+        how: dict[str, Any] = {"rank": shape.rank}
+    elif shape.rank is not None:
+        operation, ordered = paged_decode_mla, (a["q"], a["k"], a["table"], a["rows"], a["lens"])
+        how = {"rank": shape.rank}
+    else:
+        operation, ordered, how = paged_decode_gqa, (a["q"], a["k"], a["v"], a["table"], a["rows"], a["lens"]), {}
+    names = [n for n in registry.available(operation.__name__) if not (interpret and n == "triton")]
+    calls = {}
+    for name in names:
+        static = {"scale": scale, "implementation": name, "interpret": interpret and name != "xla", **how}
+        calls[name] = functools.partial(jax.jit(functools.partial(operation, **static)), *ordered)
+    if shape.rank is None and shape.new == 1:
+        calls["jax.experimental"] = jax_paged_attention(shape, a, interpret)
+    return calls
+
+
+def jax_paged_attention(shape: Shape, a: dict[str, Any], interpret: bool) -> Callable[[], Any]:
+    """JAX's own kernel, which wants pages by head: [Hkv, pages, page, D]. The change of layout happens here, once."""
+    from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
+
+    def by_head(pool: jax.Array) -> jax.Array:
+        return jnp.moveaxis(pool.reshape(-1, shape.page, shape.kv_heads, shape.dim), 2, 0)
+
+    k, v = by_head(a["k"]), by_head(a["v"])
+    pages = a["pages"].shape[1]
+    splits = math.gcd(16, pages)
+    attend = functools.partial(
+        paged_attention, k_splits=splits, pages_per_compute_block=math.gcd(8, pages // splits), interpret=interpret
+    )
+    # It does not scale its scores.
+    q = (a["q"].astype(jnp.float32) * shape.dim**-0.5).astype(a["q"].dtype)
+    return functools.partial(jax.jit(attend), q, k, v, a["pages"], a["lens"])
+
+
+def kv_bytes(shape: Shape) -> int:
+    """Bytes of keys and values that one call has to read."""
+    return shape.batch * shape.context * shape.kv_heads * shape.dim * 2 * (2 if shape.rank is None else 1)
+
+
+def run(progress: Callable[[str], None], quick: bool = False) -> Iterator[Measurement]:
+    """Microseconds per call, GB/s of keys and values, and the share of the copy's bandwidth."""
+    if jax.default_backend() != "gpu":
+        print(
+            f"No GPU was seen, JAX runs on {jax.default_backend()!r}; kernels are timed on an NVIDIA GPU only, so "
+            "nothing was measured.",
+            file=sys.stderr,
+        )
+        return
+    card = jax.devices()[0].device_kind
+    rounds = 5 if quick else 15
+    for title, shape in list(SHAPES.items())[: 1 if quick else None]:
+        progress(title)
+        given = arrays(shape)
+        calls = implementations(shape, given)
+        buffer = jnp.zeros(kv_bytes(shape) // 4, jnp.float32)
+        calls["copy"] = functools.partial(jax.jit(jnp.copy), buffer)
+        times = interleaved({name: functools.partial(_repeated, call) for name, call in calls.items()}, rounds)
+        seconds = {name: median(values) / CALLS for name, values in times.items()}
+        copied = 2 * buffer.nbytes / seconds["copy"]
+        config = {"shape": title, "card": card, "jax": jax.__version__, **dataclasses.asdict(shape)}
+        yield Measurement(f"kernels/{title}/copy", copied / 1e9, "GB/s", config)
+        for name in calls.keys() - {"copy"}:
+            moved = kv_bytes(shape) / seconds[name]
+            yield Measurement(f"kernels/{title}/{name}", seconds[name] * 1e6, "us", config)
+            yield Measurement(f"kernels/{title}/{name}/bandwidth", moved / 1e9, "GB/s", config)
+            yield Measurement(f"kernels/{title}/{name}/share", moved / copied, "of the copy", config)
+
+
+def _repeated(call: Callable[[], Any]) -> Any:
+    out = None
+    for _ in range(CALLS):
+        out = call()
+    return out
