@@ -45,7 +45,7 @@ class IndptrTable:
 
 
 @operation("page_size", "columns")
-def block_table(source: Any, rows: jax.Array, kv_lens: jax.Array, *, page_size: int, columns: int) -> BlockTable:
+def block_table(source: Any, rows: Any, kv_lens: Any, *, page_size: int, columns: int) -> BlockTable:
     """The block table of rows i32[b] with kv_lens i32[b] tokens each (vLLM `block_table` and `seq_lens`).
 
     source: the ledger, its request table, or i32[rows, max_context_len], the slot of each token.
@@ -62,9 +62,7 @@ def block_table(source: Any, rows: jax.Array, kv_lens: jax.Array, *, page_size: 
 
 
 @operation("capacity")
-def slot_mapping(
-    source: Any, rows: jax.Array, start: jax.Array, kv_lens: jax.Array, *, capacity: int
-) -> tuple[jax.Array, jax.Array]:
+def slot_mapping(source: Any, rows: Any, start: Any, kv_lens: Any, *, capacity: int) -> tuple[jax.Array, jax.Array]:
     """(i32[capacity], ok): slots of tokens start .. kv_lens - 1 of each row, back to back, then -1 (vLLM's padding).
 
     rows, start, kv_lens: i32[b]. What a step writes: vLLM's `slot_mapping`, which is int64 there.
@@ -81,7 +79,7 @@ def slot_mapping(
 
 
 @operation("page_size", "capacity")
-def indptr_table(source: Any, rows: jax.Array, kv_lens: jax.Array, *, page_size: int, capacity: int) -> IndptrTable:
+def indptr_table(source: Any, rows: Any, kv_lens: Any, *, page_size: int, capacity: int) -> IndptrTable:
     """FlashInfer's kv_indptr, kv_indices and kv_last_page_len of rows i32[b] with kv_lens i32[b] tokens each.
 
     source: as in `block_table`. capacity: pages of all lanes together.

@@ -113,7 +113,7 @@ def call(
         )
         return (*results[len(out_shapes) :], *results[: len(out_shapes)])
     refs = {position: jax.new_ref(arrays[position]) for position in in_place}
-    operands = [refs.get(position, array) for position, array in enumerate(arrays)]
+    operands: list[Any] = [refs.get(position, array) for position, array in enumerate(arrays)]
     # The unused parameters come after the outputs, which are the ones that get no argument: so they go by name.
     unused = _parameters(kernel)[len(arrays) + len(out_shapes) :][: len(in_place)]
     results = jax_triton.triton_call(

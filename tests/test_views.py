@@ -118,7 +118,8 @@ def test_jaxs_own_paged_attention_reads_through_the_block_table():
 def test_a_ledger_is_a_source_and_its_page_size_counts():
     allocator = PagedTokenToKVPoolAllocator.create(48, page_size=4)
     ledger = Ledger.create(ReqToTokenPool.create(4, 24), allocator)
-    ledger, rows, loc, ok = alloc_for_extend(ledger, [-1, -1, 0], [0, 0, 0], [6, 9, 0], capacity=16)
+    lanes = [jnp.asarray(lane, jnp.int32) for lane in ([-1, -1, 0], [0, 0, 0], [6, 9, 0])]
+    ledger, rows, loc, ok = alloc_for_extend(ledger, *lanes, capacity=16)
     assert ok
     lens = [6, 9, 0]
     view = views.block_table(ledger, rows, lens, page_size=4, columns=3)

@@ -118,7 +118,7 @@ def _unescaped(base: int, match: re.Match[bytes]) -> bytes:
     return bytes([int(code, base)]) if len(code) > 1 else _ESCAPED.get(code, code)
 
 
-def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
+def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
     """Numbers and values of a protocol buffer's fields: integers and byte strings."""
     at = 0
 

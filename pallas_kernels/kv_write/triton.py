@@ -67,7 +67,8 @@ def _part(
     kept = ((slot >= FIRST) & (slot < SLOTS))[:, None]
     column = (block * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     source = values + lane.to(tl.int64)[:, None] * WIDTH + column
-    target = leaf.to(tl.pointer_type(BITS)) + slot.to(tl.int64)[:, None] * ROW + OFFSET + column
+    bits_of_leaf = leaf.to(tl.pointer_type(BITS))  # pyright: ignore[reportArgumentType]
+    target = bits_of_leaf + slot.to(tl.int64)[:, None] * ROW + OFFSET + column
     value = _encoded(tl.load(source, mask=kept & (column < WIDTH)), scale, DTYPE, BOUND, SCALED)
     bits = value.to(BITS, bitcast=True)
     if ROOM > WIDTH:  # a masked load leaves anything in the columns behind the part

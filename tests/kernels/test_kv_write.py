@@ -60,6 +60,8 @@ def make(name, store="integer", valid=None):
     for heads, width, parts in leaves:
         store_dtype = dtype if store == "same" else np.dtype(f"uint{8 * dtype.itemsize}")
         old = rng.integers(0, 256, (SLOTS, heads, width * dtype.itemsize), np.uint8).view(store_dtype)
+        if store == "same":  # XLA's CPU backend converts such a leaf as a whole, and a NaN loses its payload
+            old = np.where(np.isnan(old.astype(np.float32)), 1, old).astype(dtype)
         old[0] = 0
         kept.append(old)
         row = rng.normal(size=(len(LOC), heads, sum(parts))).astype(np.float32)
@@ -185,7 +187,7 @@ def test_a_leaf_that_pallas_would_address_with_32_bits_is_refused():
         return kv_write_refused((leaf,), ((value,),), (None,), loc, None, dtype=jnp.dtype("float8_e4m3fn"))
 
     kv_write_refused = pallas_triton.unsupported
-    assert "addressed with 32 bits" in choice(254_300, 8_448, jnp.uint8)
+    assert "addressed with 32 bits" in str(choice(254_300, 8_448, jnp.uint8))
     assert choice(254_200, 8_448, jnp.uint8) is None
     assert choice(2 * 254_300, 8_448, jnp.uint8) is None  # 64 bits
 
