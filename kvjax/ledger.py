@@ -153,12 +153,11 @@ def alloc_for_extend(
     prefix_loc: i32[b, t], slots of the first `prefix` tokens of a new row (a prefix found elsewhere); None: new rows
         start empty.
     owned_from: i32[b], page-aligned, for new rows: pages before it stay somebody else's. None: every prefix page does.
+    implementation: "xla", a kernel's name, or None for the best of the platform (`pallas_kernels.registry`); ValueError
+        where a kernel is named that cannot serve this ledger (kvjax.kernels says which ones it can).
     Refused (ok == False, nothing changed): a row that is not live or appears twice, seq past the row's width, a prefix
         longer than the row's committed tokens, a prefix that ends inside a page which the row does not own, a prefix
         whose window the window layers do not hold any more, and whatever the allocator refuses.
-
-    implementation: "xla", a kernel's name, or None for the best of the platform (`pallas_kernels.registry`); ValueError
-        where a kernel is named that cannot serve this ledger (kvjax.kernels says which ones it can).
 
     Returns (ledger, rows i32[b] with the new rows filled in, loc i32[capacity]: new slots back to back in lane order,
     ok bool[]). On failure rows and loc are 0.
