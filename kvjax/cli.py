@@ -6,6 +6,7 @@ Its tables, bars and pictures need `pip install kvjax[cli]`; the library needs n
 from __future__ import annotations
 
 import os
+import re
 import sys
 
 COMMANDS = {
@@ -36,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
             raise
         return refuse(f'the command needs {error.name}: pip install "kvjax[cli]".')
     except ValueError as error:
-        return refuse(str(error))
+        return refuse(_with_flags(str(error), args[1:]))
     except OSError as error:
         return refuse(f"{error.filename} can not be read or written: {error.strerror or error}.")
     return 0
@@ -45,8 +46,19 @@ def main(argv: list[str] | None = None) -> int:
 def refuse(sentence: str) -> int:
     """Print one sentence to stderr; exit code 2."""
     text = " ".join(sentence.split())
-    print(text[:1].upper() + text[1:], file=sys.stderr)
+    if text.split(" ", 1)[0].isalpha():  # neither a path nor an option
+        text = text[:1].upper() + text[1:]
+    print(text, file=sys.stderr)
     return 2
+
+
+def _with_flags(sentence: str, args: list[str]) -> str:
+    """The sentence with the options that were given named as they were given: --page-size for page_size."""
+    for flag in {arg.partition("=")[0] for arg in args if arg.startswith("--")}:
+        name = flag.removeprefix("--").replace("-", "_")
+        start = "" if "_" in name else "^"  # a plain word may be meant as one
+        sentence = re.sub(rf"{start}(?<![\w-]){re.escape(name)}\b", flag, sentence)
+    return sentence
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ that is not in use.
 from __future__ import annotations
 
 import operator
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 import numpy as np
 
@@ -47,6 +47,24 @@ def page_of(slot, page_size: int):
 def slot_of(page, offset, page_size: int):
     """Slot number of `offset` inside `page`."""
     return page * page_size + offset
+
+
+def host_int32(name: str, values: Any) -> np.ndarray:
+    """i32[n] of a host sequence of token ids or slots. ValueError for another rank, for values that are no integers,
+    and for those that int32 does not hold: numpy would cut them without a word."""
+    array = np.asarray(values)
+    if array.dtype == np.int32 and array.ndim == 1:
+        return array
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ValueError(
+            f"{name} must be a flat sequence of integers, got {array.dtype} of shape {array.shape}; convert it first."
+        )
+    if array.size and not (int(array.min()) >= -INT32_MAX - 1 and int(array.max()) <= INT32_MAX):
+        raise ValueError(
+            f"{name} reaches from {array.min()} to {array.max()}, which does not fit int32 (at most {INT32_MAX}); "
+            "number them anew."
+        )
+    return array.astype(np.int32, copy=False)
 
 
 def positive(name: str, value: SupportsIndex) -> int:

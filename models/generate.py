@@ -14,7 +14,7 @@ from models.startup import import_jax
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Answer prompts with a Llama, Qwen3 or DeepSeek (MLA) decoder over a paged KV cache.
+    """Answer prompts with a Llama, Qwen3, DeepSeek (MLA), Mistral, Gemma 3 or gpt-oss decoder over a paged KV cache.
 
     All prompts are served together (continuous batching): what one prompt is answered does not depend on the others.
     Answers go to stdout, progress to stderr. A mistake in the options or the files ends with exit code 2 and a

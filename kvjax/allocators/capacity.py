@@ -45,12 +45,14 @@ class CapacityHooks(abc.ABC):
         del has_req_pool_slot, prefill_tokens
         return 0
 
-    def max_new_tokens_for_memory(self, input_tokens: int, max_new_tokens: int) -> int:
-        """Output tokens that fit the whole pool, if the request had it alone."""
+    def max_new_tokens_for_memory(
+        self, input_tokens: int, max_new_tokens: int, token_capacity: int | None = None
+    ) -> int:
+        """Output tokens that fit, if the request had everything alone: the whole pool, or `token_capacity` tokens."""
         return max_new_tokens_for_memory(
             input_tokens=input_tokens,
             max_new_tokens=max_new_tokens,
-            token_capacity=self.pool_tokens,
+            token_capacity=self.pool_tokens if token_capacity is None else token_capacity,
             page_size=self.page_size,
         )
 

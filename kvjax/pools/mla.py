@@ -196,3 +196,12 @@ class MLATokenToKVPool:
     def get_key_buffer(self, layer_id: int) -> jax.Array:
         """The stored latent leaf of a layer, whole, padding columns included, in store_dtype: for kernels."""
         return self.kv[self.layer_index(layer_id)]
+
+    def get_value_buffer(self, layer_id: int) -> jax.Array:
+        """The first kv_lora_rank columns of the stored leaf (SGLang's get_value_buffer): a slice, so a copy of the
+        layer where it is not fused into its use. Kernels take `get_key_buffer` and read the columns that they need."""
+        return self.get_key_buffer(layer_id)[..., : self.kv_lora_rank]
+
+    def get_kv_buffer(self, layer_id: int) -> tuple[jax.Array, jax.Array]:
+        """(get_key_buffer, get_value_buffer) of a layer."""
+        return self.get_key_buffer(layer_id), self.get_value_buffer(layer_id)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvjax.layout import positive, round_down
+from kvjax.layout import host_int32, positive, round_down
 
 POLICIES = ("lru", "lfu", "fifo")
 EMPTY = np.zeros(0, np.int32)
@@ -170,7 +170,7 @@ class RadixCache:
         have no window-side slots any more. state: recurrent state slot after the last token.
         """
         tokens = self._tokens(key)
-        slots = np.asarray(value, np.int32)[: len(tokens)]
+        slots = host_int32("value", value)[: len(tokens)]
         if len(slots) != len(tokens):
             raise ValueError(f"{len(tokens)} tokens in whole pages came with {len(slots)} slots; one slot per token.")
         time = self._tick()
@@ -207,7 +207,15 @@ class RadixCache:
     # --- keeping ---------------------------------------------------------------------------------------------------
 
     def lock(self, node: Node) -> int:
-        """Pin a node and everything above it; returns the change of `evictable` (0 or negative)."""
+        """Pin a node and everything above it; returns the change of `evictable` (0 or negative).
+
+        ValueError for a node that was evicted since it was matched: its slots may be another request's.
+        """
+        if node.parent is None and len(node.key):
+            raise ValueError(
+                f"this node of {len(node.key)} tokens is not in the tree any more, so it can not be locked; match the "
+                "prefix again."
+            )
         before = self.evictable
         while node.parent is not None:
             if node.locks == 0:
@@ -292,7 +300,7 @@ class RadixCache:
         return self._roots[extra_key]
 
     def _tokens(self, key: Sequence[int] | np.ndarray) -> np.ndarray:
-        tokens = np.asarray(key, np.int32)
+        tokens = host_int32("key", key)
         return tokens[: round_down(len(tokens), self.page_size)]
 
     def _first_page(self, key: np.ndarray) -> bytes:

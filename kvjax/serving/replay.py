@@ -16,7 +16,7 @@ import numpy as np
 
 from kvjax.allocators import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 from kvjax.invariants import report as invariant_report
-from kvjax.layout import ceil_div
+from kvjax.layout import ceil_div, positive
 from kvjax.ledger import Ledger
 from kvjax.prefix import RadixCache
 from kvjax.rows import ReqToTokenPool
@@ -43,6 +43,14 @@ class ReplayOptions:
     prefix_cache: bool = True
     max_steps: int = 32
     check_every: int = 100  # finished requests between two checks of the whole ledger; 0: at the end only
+
+    def __post_init__(self) -> None:
+        for name in ("pool_tokens", "page_size", "step_us", "prefill_tokens", "max_steps"):
+            positive(name, getattr(self, name))
+        if self.rows is not None:
+            positive("rows", self.rows)
+        if self.check_every < 0:
+            raise ValueError(f"check_every must be 0 (at the end only) or more, got {self.check_every}.")
 
 
 @dataclasses.dataclass

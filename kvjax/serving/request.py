@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.layout import ceil_div, round_down, round_up
+from kvjax.layout import ceil_div, host_int32, round_down, round_up
 from kvjax.prefix import Cursor, Node, RadixCache
 
 WAITING, RUNNING, FINISHED, ABORTED = "waiting", "running", "finished", "aborted"
@@ -36,8 +36,8 @@ class Request:
         extra_key: Hashable = None,
         info: Any = None,
     ):
-        tokens = np.asarray(prompt, np.int32)
-        if tokens.ndim != 1 or not len(tokens) or max_new_tokens < 1:
+        tokens = host_int32(f"the prompt of request {rid}", prompt)
+        if not len(tokens) or max_new_tokens < 1:
             raise ValueError(
                 f"request {rid} has a prompt of shape {tokens.shape} and {max_new_tokens} output tokens; at least one "
                 "of each was expected."

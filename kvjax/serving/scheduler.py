@@ -69,6 +69,7 @@ class Scheduler:
         self.capacity = Capacity(backend.num_pages, self.page_size, backend.num_pages)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in admission order
+        self._rids: set[Hashable] = set()  # of all these
         self.finishes = 0
         self._to_front, self._stream, self._arrivals = pages_to_front, stream, 0
         self._long = long_programs
@@ -85,7 +86,13 @@ class Scheduler:
     # --- from outside, at any moment between two programs ----------------------------------------------------------
 
     def submit(self, request: Request) -> None:
-        """Queue a request. ValueError when it can never be served: then nothing else would move either."""
+        """Queue a request. ValueError when it can never be served, for then nothing else would move either, and when
+        it has been queued before or another one of its rid is waiting or running."""
+        if request.rid in self._rids or request.state != WAITING:
+            raise ValueError(
+                f"request {request.rid} is {request.state} and was submitted before, or another one of its rid is "
+                "still there; make a new Request, with an rid that nobody waiting or running has."
+            )
         pool, need = self.backend.num_pages * self.page_size, round_up(request.total, self.page_size)
         if need > pool:
             raise ValueError(
@@ -97,6 +104,7 @@ class Scheduler:
                 f"request {request.rid} needs a row of {request.total} tokens, but rows hold {self.backend.row_width}; "
                 "shorten it or make the request table wider."
             )
+        self._rids.add(request.rid)
         request.arrival, self._arrivals = self._arrivals, self._arrivals + 1
         self.waiting.append(request)
 
@@ -111,6 +119,7 @@ class Scheduler:
         else:
             return False
         request.state = ABORTED
+        self._rids.discard(request.rid)
         return True
 
     # --- one step --------------------------------------------------------------------------------------------------
@@ -308,6 +317,7 @@ class Scheduler:
             self.capacity = self.capacity.gave(ceil_div(r.done, self.page_size) - end // self.page_size)
         self._unlock(r)
         r.state, r.row = FINISHED, 0
+        self._rids.discard(r.rid)
         self.finishes += 1
 
     def _give_back(self, r: Request) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.layout import INT32_MAX, ceil_div
+from kvjax.layout import INT32_MAX, ceil_div, positive
 
 BLOCK = 512  # tokens of a hashed block
 
@@ -39,19 +39,22 @@ class TraceRequest:
 def read_trace(path: str | Path, limit: int | None = None) -> list[TraceRequest]:
     """The requests by arrival. limit: only the first ones of the file. ValueError for a line of another format."""
     path = Path(path)
+    if limit is not None:
+        positive("limit", limit)
     with open(path, encoding="utf-8") as file:
         rows = _mooncake(file) if path.suffix == ".jsonl" else _azure(file)
         found: list[TraceRequest] = []
-        number = 0
         try:
-            for number, (time_us, given, out, hashes) in enumerate(rows, start=1):
+            for time_us, given, out, hashes in rows:
                 if given < 1 or out < 1:
                     raise ValueError(f"it has {given} tokens in and {out} out; at least one of each was expected")
                 found.append(TraceRequest(time_us, given, out, tuple(hashes[: given // BLOCK])))
-                if number == limit:
+                if len(found) == limit:
                     break
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}, request {number + 1} can not be read: {error}.") from None
+        except KeyError as error:
+            raise ValueError(f"{path}, request {len(found) + 1} has no field {error.args[0]}.") from None
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path}, request {len(found) + 1} can not be read: {error}.") from None
     if not found:
         raise ValueError(f"{path} holds no request; a Mooncake .jsonl or an Azure .csv was expected.")
     first = min(r.arrival_us for r in found)
@@ -74,12 +77,15 @@ def _mooncake(lines: Iterable[str]) -> Iterable[tuple[int, int, int, list[int]]]
     for line in lines:
         if line.strip():
             row: dict[str, Any] = json.loads(line)
-            hashes, given = row["hash_ids"], int(row["input_length"])
+            hashes, given, time = row["hash_ids"], int(row["input_length"]), row["timestamp"]
+            if isinstance(time, bool) or not isinstance(time, int | float) or not 0 <= time < 2**53:
+                raise ValueError(f"its timestamp is {str(time)[:20]!r}; milliseconds as a number were expected")
             if len(hashes) < given // BLOCK or any(not isinstance(h, int) or h < 0 for h in hashes):
                 raise ValueError(
-                    f"it has {len(hashes)} hash_ids for {given} tokens; {ceil_div(given, BLOCK)} of at least 0 expected"
+                    f"it has {len(hashes)} hash_ids for {given} tokens; {ceil_div(given, BLOCK)} numbers of 0 or more "
+                    "were expected"
                 )
-            yield int(row["timestamp"] * 1000), given, int(row["output_length"]), hashes
+            yield int(time * 1000), given, int(row["output_length"]), hashes
 
 
 def _azure(lines: Iterable[str]) -> Iterable[tuple[int, int, int, list[int]]]:

@@ -126,7 +126,7 @@ def plan_pools(
     )
     slot_bytes = sum(g.bytes_per_slot(size, ranks) for g in model.of(STATE))
     ratio = 1.0 if not full_cell else swa_ratio if swa_cell else 0.0
-    if not 0 <= ratio <= 1:
+    if not 0 <= ratio <= 1 or not 0 <= swa_ratio <= 1:
         raise ValueError(f"swa_ratio is {swa_ratio}; a window pool of 0 to 1 tokens per full token was expected.")
     width = positive("max_context_len", model.context_len if max_context_len is None else max_context_len)
     width += extra_columns

@@ -79,6 +79,8 @@ def test_every_allocator_answers_the_same_questions():
         "token": None, "paged": None, "dual": False, "pure": True, "ring": False, "state slots": None
     }  # fmt: skip
     assert mirrors["dual"].max_new_tokens_for_memory(20, 100) == 64 - 20 - 4 - 1
+    unaligned = PagedTokenToKVPoolAllocator.create(100, 16).capacity()  # 96 tokens in pages, 100 as SGLang counts
+    assert [unaligned.max_new_tokens_for_memory(n, 50, 100) for n in (0, 10, 33, 60, 100)] == [50, 50, 35, 19, 0]
     assert mirrors["dual"].prealloc_fits(10, 5, 10, 5)
     assert not mirrors["dual"].prealloc_fits(10, 5, 10, 4)
 

@@ -38,6 +38,10 @@ class Greedy:
     logits: np.ndarray  # f32[steps, vocab], row t is the one whose argmax is tokens[t]
 
 
+# The models are tiny: compiling takes far longer than running.
+FAST_COMPILE = {"xla_backend_optimization_level": 0}
+
+
 def run_greedy(
     decoder: Decoder,
     prompts: Sequence[np.ndarray],
@@ -78,7 +82,7 @@ def run_greedy(
         pool = window_pool_for(config, allocator.pool_sizes, page_size)
     ledger.check_pool(pool)
 
-    @functools.partial(jax.jit, donate_argnames=("ledger", "pool"))
+    @functools.partial(jax.jit, donate_argnames=("ledger", "pool"), compiler_options=FAST_COMPILE)
     def extend(weights, ledger, pool, rows, prefix, tokens, q_lens):
         ledger, rows, _, ok = alloc_for_extend(ledger, rows, prefix, prefix + q_lens, capacity=tokens.size)
         entries, t = ledger.table.req_to_token, tokens.shape[1]
@@ -89,7 +93,7 @@ def run_greedy(
             ledger = release_window(ledger, rows, jnp.argmax(logits, -1), max_tokens=t)
         return ledger, pool, rows, logits if every_logit else logits[:, None], ok
 
-    @functools.partial(jax.jit, donate_argnames=("ledger", "pool"))
+    @functools.partial(jax.jit, donate_argnames=("ledger", "pool"), compiler_options=FAST_COMPILE)
     def decode(weights, ledger, pool, rows, tokens):
         ledger, _, positions, ok = alloc_for_decode(ledger, rows)
         active = (rows > 0).astype(jnp.int32)
@@ -98,7 +102,7 @@ def run_greedy(
         logits, pool = nnx.merge(graph, weights)(tokens[:, None], positions, pool, batch)
         return ledger, pool, logits, ok
 
-    @functools.partial(jax.jit, donate_argnames=("pool",))
+    @functools.partial(jax.jit, donate_argnames=("pool",), compiler_options=FAST_COMPILE)
     def spoiled(pool, ledger):
         """NaN wherever the window side has handed nothing out, and in what was released."""
         side = ledger.allocator.swa_attn_allocator if config.full_layers else ledger.allocator.allocator
@@ -139,7 +143,7 @@ def run_greedy(
         assert np.isfinite(logits).all()
         steps_logits.append(np.asarray(logits)[:-1])
 
-    ledger = release_rows(ledger, jnp.asarray(rows))
+    ledger = jax.jit(release_rows, compiler_options=FAST_COMPILE)(ledger, rows)
     allocator = ledger.allocator
     assert int(ledger.faults) == 0
     if isinstance(allocator, SWATokenToKVPoolAllocator):

@@ -199,3 +199,29 @@ def test_random_use_agrees_with_a_table_of_prefixes(policy, data):
         tree.unlock(locks.pop())
     assert sum(map(len, tree.evict(10**6))) == len(table) * ps
     assert tree.evictable == tree.protected == 0
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ([2**32 + 7], [1], "does not fit int32"),
+        (np.array([7]), np.array([2**32 + 1]), "does not fit int32"),
+        ([60.5], [1], "flat sequence of integers"),
+        ([[1]], [1], "flat sequence of integers"),
+        (["a"], [1], "flat sequence of integers"),
+    ],
+)
+def test_b47_ids_are_never_cut_to_32_bits(key, value, says):
+    tree = RadixCache(1)
+    with pytest.raises(ValueError, match=says):
+        tree.insert(key, value)
+    assert tree.nodes == 0
+
+
+def test_an_evicted_node_can_not_be_locked():
+    tree = RadixCache(1)
+    tree.insert([1, 2, 3], [1, 2, 3])
+    node = tree.match_prefix([1, 2, 3]).node
+    tree.evict(3)
+    with pytest.raises(ValueError, match="3 tokens is not in the tree any more"):
+        tree.lock(node)

@@ -133,7 +133,7 @@ def test_block_ids_too_large_for_tokens_are_renumbered(tmp_path):
 def test_a_trace_of_another_format_is_refused(tmp_path, text):
     path = tmp_path / "bad.jsonl"
     path.write_text(text)
-    with pytest.raises(ValueError, match=r"can not be read|holds no request"):
+    with pytest.raises(ValueError, match=r"can not be read|has no field|holds no request"):
         read_trace(path)
 
 
@@ -152,3 +152,40 @@ def test_the_command_prints_figures_and_draws(small, tmp_path, capsys):
         assert part in out
     assert cli.main(["replay", str(tmp_path / "nowhere.csv"), "--pool-tokens", "64"]) == 2
     assert cli.main([*args[:3], "8"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--pool-tokens", "0"], "--pool-tokens must be at least 1"),
+        (["--pool-tokens", "3072", "--step-us", "0"], "--step-us must be at least 1"),
+        (["--pool-tokens", "3072", "--rows", "0"], "rows must be at least 1"),
+        (["--pool-tokens", "3072", "--limit", "0"], "limit must be at least 1"),
+        (["--pool-tokens", "3072", "--check-every", "-3"], "--check-every must be 0"),
+        (["--pool-tokens", "3072", "--reserve-ratio", "2"], "--reserve-ratio is 2.0"),
+    ],
+)
+def test_options_without_sense_are_refused_by_their_names(small, options, says, capsys):
+    assert cli.main(["replay", str(small), *options, "--quiet"]) == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ('{"timestamp": "5", "input_length": 3, "output_length": 1, "hash_ids": [1]}', "its timestamp is '5'"),
+        ('{"timestamp": 5, "input_length": -5, "output_length": 1, "hash_ids": []}', "request 1 can not be read"),
+        ('{"timestamp": 5, "output_length": 1, "hash_ids": []}', "request 1 has no field input_length"),
+        ('{"timestamp": 5, "input_length": 1024, "output_length": 1, "hash_ids": [1]}', "2 numbers of 0 or more"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_line_is_said(tmp_path, line, says):
+    path = tmp_path / "trace.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(ValueError, match=says):
+        read_trace(path)
+
+
+def test_a_path_is_printed_as_it_was_given(capsys):
+    assert cli.main(["replay", "nofile.jsonl", "--pool-tokens", "64"]) == 2
+    assert capsys.readouterr().err.startswith("nofile.jsonl can not be read")

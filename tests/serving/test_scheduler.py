@@ -303,3 +303,18 @@ def test_settings_that_make_no_sense_are_refused(how):
 def test_a_step_with_256_running_and_128_waiting_is_far_below_two_milliseconds():
     # The best of the steps: how fast the code is, not how busy the machine.
     assert min(scheduling_steps(256, 128, 60)) < 2
+
+
+def test_a_request_is_queued_once_and_its_id_is_nobody_elses():
+    scheduler, _ = make(8)
+    first = request(1, 3, 2)
+    scheduler.submit(first)
+    for again in (first, request(1, 2)):
+        with pytest.raises(ValueError, match="request 1 is waiting and was submitted before"):
+            scheduler.submit(again)
+    drain(scheduler)
+    with pytest.raises(ValueError, match="request 1 is finished"):
+        scheduler.submit(first)
+    scheduler.submit(request(1, 2))
+    with pytest.raises(ValueError, match="does not fit int32"):
+        Request(2, np.array([2**32 + 5]), 1)

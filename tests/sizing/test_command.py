@@ -135,7 +135,7 @@ def test_the_tables_name_kinds_pages_and_concurrency(model, capsys):
     [
         (["--memory", "1KB"], "holds no page"),
         (["--memory", "soon"], "is no size"),
-        (["--page-size", "0"], "page_size must be at least 1"),
+        (["--page-size", "0"], "--page-size must be at least 1"),
     ],
 )
 def test_a_mistake_ends_with_one_sentence(model, capsys, args, says):
