@@ -178,6 +178,12 @@ def abstract(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), leaf.dtype), tree)
 
 
+def _of_the_books(implementation: str | None) -> str | None:
+    """The ledger's implementation in a model's programs: "xla" where the model is all XLA, otherwise the best, for a
+    ledger with window layers has no kernel that could be named."""
+    return "xla" if implementation == "xla" else None
+
+
 def build_extend(
     graph: Any,
     weights: Any,
@@ -197,11 +203,13 @@ def build_extend(
     `pallas_kernels.registry`.
     """
 
+    books = _of_the_books(implementation)
+
     def extend(weights, pool, ledger, chunk: Chunk):
         b, t = chunk.tokens.shape
         with jax.named_scope("ledger"):
             ledger, rows, _, ok = alloc_for_extend(
-                ledger, chunk.rows, chunk.prefix_lens, chunk.seq_lens, capacity=b * t
+                ledger, chunk.rows, chunk.prefix_lens, chunk.seq_lens, capacity=b * t, implementation=books
             )
             fewest = _free_pages(ledger)
             new = jnp.where(ok, chunk.seq_lens - chunk.prefix_lens, 0)
@@ -217,7 +225,7 @@ def build_extend(
             if ledger.slides:  # what the chunk read is left behind only now
                 ledger = release_window(ledger, rows, token, max_tokens=t)
             if not park:
-                ledger = release_rows(ledger, jnp.where(finished, rows, 0))
+                ledger = release_rows(ledger, jnp.where(finished, rows, 0), implementation=books)
         report = _report(
             ledger,
             ok=ok,
@@ -279,12 +287,14 @@ def build_decode(
     instead, for the host to hand them to a prefix tree. implementation: of the kernels, see `build_extend`.
     """
 
+    books = _of_the_books(implementation)
+
     def decode(weights, pool, ledger, inputs: Lanes, limit_steps, leave):
         def reserve(ledger, rows, active, step):
             """The next step's slots, if there is a next step."""
             goes_on = (step < jnp.minimum(limit_steps, steps)) & (jnp.sum(active, dtype=jnp.int32) > leave)
             with jax.named_scope("ledger"):
-                ledger, loc, positions, ok = alloc_for_decode(ledger, rows, active & goes_on)
+                ledger, loc, positions, ok = alloc_for_decode(ledger, rows, active & goes_on, implementation=books)
             return ledger, loc, positions, goes_on, ok
 
         def step(c: _Loop) -> _Loop:
@@ -308,7 +318,7 @@ def build_decode(
             ledger = c.ledger
             if not park:
                 with jax.named_scope("ledger"):
-                    ledger = release_rows(ledger, jnp.where(ended, c.rows, 0))
+                    ledger = release_rows(ledger, jnp.where(ended, c.rows, 0), implementation=books)
             rows, active = jnp.where(ended, 0, c.rows), c.active & drawn & ~ended
             ledger, loc, positions, goes_on, ok = reserve(ledger, rows, active, c.step + 1)
             return _Loop(
