@@ -36,7 +36,9 @@ def run(progress: Callable[[str], None], quick: bool = False) -> Iterator[Measur
     if not python:
         raise SystemExit(f"{VARIABLE} names no Python with torch; set it to one that has {', '.join(NEEDS)}.")
     model, turns = fetch_smollm2(), 1 if quick else TURNS
-    theirs = [python, str(Path(__file__).with_name("torch_generate.py")), str(model), str(PROMPTS), str(NEW_TOKENS)]
+    script = str(Path(__file__).with_name("torch_generate.py"))
+    # -P: transformers imports a package `kernels` if there is one, and must not find the module beside the script.
+    theirs = [python, "-P", script, str(model), str(PROMPTS), str(NEW_TOKENS)]
     ours = [sys.executable, "-c", OURS.format(rounds=3)]
     found: dict[str, list[dict[str, Any]]] = {"torch": [], "kvjax": []}
     for turn in range(turns):

@@ -14,6 +14,7 @@ from kvjax.layout import NEW_ROW, round_up
 from models.batch import Batch
 from models.recurrent.decoder import HybridDecoder, create_pool
 from models.recurrent.programs import extend_program
+from tests.parity.harness import FAST_COMPILE
 
 
 class Server:
@@ -36,8 +37,8 @@ class Server:
             logits, pool = nnx.merge(graph, weights)(tokens[:, None], positions, pool, batch, slots)
             return ledger, pool, logits, ok
 
-        self._extend = jax.jit(extend_program(graph), donate_argnums=(1, 2))
-        self._decode = jax.jit(decode, donate_argnums=(1, 2))
+        self._extend = jax.jit(extend_program(graph), donate_argnums=(1, 2), compiler_options=FAST_COMPILE)
+        self._decode = jax.jit(decode, donate_argnums=(1, 2), compiler_options=FAST_COMPILE)
 
     def extend(self, rows, prefix, pieces, copy_from=None, prefix_loc=None):
         """One chunk: pieces[i] are lane i's next tokens. Returns (rows, logits of each piece, checkpoints' slots)."""
