@@ -14,13 +14,16 @@ import re
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 FOLDER = "KVJAX_TUNING"
 FORMAT = 1
-C = TypeVar("C")
+C = TypeVar("C", bound="DataclassInstance")
 
 
 def device_kind() -> str:
@@ -82,7 +85,7 @@ def read(path: str | os.PathLike[str], kind: str) -> dict[str, dict[str, Any]]:
 
 def config_from(entry: Any, config_type: type[C]) -> C:
     """A config out of its JSON form; ValueError unless it has just the fields of config_type, positive ints all."""
-    fields = {field.name for field in dataclasses.fields(config_type)}  # pyright: ignore[reportArgumentType]
+    fields = {field.name for field in dataclasses.fields(config_type)}
     if not isinstance(entry, dict) or set(entry) != fields:
         raise ValueError(f"{entry!r} is no {config_type.__qualname__} with the fields {', '.join(sorted(fields))}")
     for name, value in entry.items():
@@ -113,12 +116,12 @@ def search(
     for candidate in candidates:
         try:
             times[candidate] = seconds(candidate)
-        except Exception as error:  # whatever a compiler says about a candidate that it cannot build
+        except Exception as error:  # compilers raise what they like; the last one is told when no candidate works
             failed = error
     if not times:
         raise ValueError(f"no candidate config of {operation} ({key}) works here; the last failed with: {failed}")
     best = min(times, key=lambda candidate: times[candidate])
-    kernels.setdefault(operation, {})[key] = dataclasses.asdict(best)  # pyright: ignore[reportArgumentType]
+    kernels.setdefault(operation, {})[key] = dataclasses.asdict(best)
     path.parent.mkdir(parents=True, exist_ok=True)
     whole = path.with_suffix(f".{os.getpid()}.tmp")  # a reader never sees half a file
     whole.write_text(json.dumps({"format": FORMAT, "device_kind": kind, "kernels": kernels}, indent=1, sort_keys=True))

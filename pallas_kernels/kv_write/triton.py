@@ -67,6 +67,7 @@ def _part(
     kept = ((slot >= FIRST) & (slot < SLOTS))[:, None]
     column = (block * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     source = values + lane.to(tl.int64)[:, None] * WIDTH + column
+    # Triton compiles this text and BITS is a type there; read as Python, it is a constexpr.
     bits_of_leaf = leaf.to(tl.pointer_type(BITS))  # pyright: ignore[reportArgumentType]
     target = bits_of_leaf + slot.to(tl.int64)[:, None] * ROW + OFFSET + column
     value = _encoded(tl.load(source, mask=kept & (column < WIDTH)), scale, DTYPE, BOUND, SCALED)

@@ -28,7 +28,7 @@ def test_bytes_are_those_of_the_rows():
 
 def test_without_a_gpu_a_sentence_says_that_nothing_was_measured(capsys):
     if jax.default_backend() == "gpu":
-        pytest.skip("there is a GPU here")
+        pytest.skip("there is a GPU here")  # it would measure, for minutes
     assert main(["kernels", "--json"]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out) == []

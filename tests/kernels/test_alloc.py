@@ -320,7 +320,7 @@ def test_scan_threads_the_free_count_through_many_steps():
 def test_none_is_xla_on_a_cpu():
     arrays = i32(1, 2), i32(2)[0], i32(0), i32(3), i32(-1)
     if registry.target_platform() != "cpu":
-        pytest.skip("the default device is not a CPU")
+        pytest.skip("the default device is not a CPU")  # what None takes on a GPU is tested in tests/gpu_aot
     assert "pallas_call" not in str(jax.make_jaxpr(functools.partial(alloc_extend, page_size=4, capacity=4))(*arrays))
     interpreted = functools.partial(alloc_extend, page_size=4, capacity=4, interpret=True)
     assert "pallas_call" in str(jax.make_jaxpr(interpreted)(*arrays))

@@ -33,7 +33,7 @@ def looped(buffer, rows):
 def test_a_buffer_is_updated_in_place_alone_and_in_a_loop(program):
     available, reason = h200_available()
     assert available, reason
-    if jax.__version__ >= "0.12":  # refused there: see below
+    if jax.__version__ >= "0.12":  # the adapter refuses there, which has a test of its own below
         pytest.skip("jax-triton does not work with this JAX")
     facts = inspect(compile_for(program, (BUFFER, LANE), "h200", donate_argnums=0))
     nbytes = 4 * ROWS * WIDTH

@@ -269,7 +269,7 @@ def test_b45_addresses_in_the_page_table_do_not_wrap(by_triton):
 
 def test_on_a_cpu_the_ledger_runs_its_own_code():
     if registry.target_platform() != "cpu":
-        pytest.skip("the default device is not a CPU")
+        pytest.skip("the default device is not a CPU")  # what None takes on a GPU is tested in tests/gpu_aot
     shape = SHAPES["odd batch, pages of 3"]
     lanes = jnp.zeros(3, jnp.int32)
     for call in (alloc_for_decode, release_rows):
