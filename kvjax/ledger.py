@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from kvjax.allocators import (
     PagedTokenToKVPoolAllocator,
@@ -24,7 +25,7 @@ from kvjax.allocators import (
     TokenToKVPoolAllocator,
 )
 from kvjax.freelist import all_distinct, is_first
-from kvjax.indexing import put, put2, take, take2
+from kvjax.indexing import in_range, put, put2, take, take2
 from kvjax.kernels import books_of, serves, with_books
 from kvjax.layout import NEW_ROW, NO_LOC, ceil_div, page_of, positive, round_down, round_up
 from kvjax.operation import int32, mask, once_if, operation, same_length, state, static
@@ -157,9 +158,10 @@ def alloc_for_extend(
         where a kernel is named that cannot serve this ledger (kvjax.kernels says which ones it can).
     Refused (ok == False, nothing changed): a row that is not live or appears twice, seq past the row's width, a prefix
         longer than the row's committed tokens, a prefix that ends inside a page which the row does not own, a prefix
-        whose window the window layers do not hold any more, and whatever the allocator refuses.
-        Taken on trust: that whole pages of prefix_loc are handed out and in order, and that those from owned_from on
-        are nobody else's. `check_invariants` sees it where they are not.
+        in prefix_loc whose slots do not lie in their pages in order, one whose window the
+        window layers do not hold any more, and whatever the allocator refuses.
+        Taken on trust: that the whole pages of such a prefix are handed out, and those from owned_from on are nobody
+        else's. `check_invariants` sees it where they are not.
 
     Returns (ledger, rows i32[b] with the new rows filled in, loc i32[capacity]: new slots back to back in lane order,
     ok bool[]). On failure rows and loc are 0.
@@ -192,6 +194,8 @@ def alloc_for_extend(
         holds = jnp.where(wants, found.shape[1], holds)
         lane = jnp.arange(b, dtype=jnp.int32)
         last = jnp.where(wants & (prefix > 0), take2(found, lane, prefix - 1), last)
+        column = jnp.broadcast_to(jnp.arange(found.shape[1], dtype=jnp.int32), found.shape)
+        named = wants[:, None] & (column < prefix[:, None])  # entries that become a row's
 
     legal = jnp.all(
         jnp.where(rows == 0, seq == prefix, (wants | table.is_live(rows)) & (prefix <= holds))
@@ -202,6 +206,11 @@ def alloc_for_extend(
         & _may_continue(prefix, own, ps, grows)
         & ledger.allocator.continues(prefix, last, grows)
     )
+    if prefix_loc is not None:
+        seen = named
+        if ledger.slides and ledger.allocator.forgets_window:  # what left the window has no slots any more
+            seen &= column >= needed_from(prefix, ledger.window)[:, None]
+        legal &= jnp.all(_lies_in_order(ledger.allocator, found, column, ps) | ~seen)
     legal &= all_distinct(rows, held) & (jnp.sum(wants, dtype=jnp.int32) <= table.available_size())
     if ledger.slides:
         first = needed_from(prefix, ledger.window)
@@ -214,11 +223,11 @@ def alloc_for_extend(
     keep = jnp.maximum(round_up(prefix, ps), now[:, OWNED_FROM])
     given = now[:, ALLOCATED]
     surplus = jnp.where(held & grows, jnp.maximum(ceil_div(given, ps) - ceil_div(keep, ps), 0), 0)
-    if prefix_loc is not None:  # a new row cannot go on in a page that this very call gives back
-        continued = jnp.where(wants & grows & (prefix % ps != 0), page_of(last, ps), NO_LOC)
+    if prefix_loc is not None:  # a new row cannot begin with a page that this very call gives back
+        begun = jnp.where(named, page_of(found, ps), NO_LOC)[:, ::ps]
         legal = once_if(
             legal & jnp.any(surplus > 0),
-            lambda ok: ok & ~jnp.isin(continued, _row_pages(table, rows, keep, given, surplus > 0, ps)).any(),
+            lambda ok: ok & ~_shares_a_page(begun, _row_pages(table, rows, keep, given, surplus > 0, ps)),
             legal,
         )
     needed = jnp.where(grows, ceil_div(seq, ps) - ceil_div(prefix, ps), 0)
@@ -244,9 +253,8 @@ def alloc_for_extend(
 
     entries = table.req_to_token
     if prefix_loc is not None:
-        column = jnp.broadcast_to(jnp.arange(found.shape[1], dtype=jnp.int32), found.shape)
         row = jnp.broadcast_to(rows[:, None], found.shape)
-        entries = put2(entries, row, column, found, valid=(wants & ok)[:, None] & (column < prefix[:, None]))
+        entries = put2(entries, row, column, found, valid=named & ok)
     lane, offset, valid = lanes_of(new, width)
     entries = put2(entries, rows[lane], prefix[lane] + offset, loc, valid=valid & ok)
     after = [seq, seq, own]
@@ -359,6 +367,20 @@ def set_committed(ledger: Ledger, rows: jax.Array, committed_lens: jax.Array) ->
 def _may_continue(prefix: jax.Array, owned_from: jax.Array, page_size: int, grows: jax.Array) -> jax.Array:
     """bool[b]: nothing is written, or the page that the prefix ends inside (if any) is the row's own."""
     return ~grows | (prefix % page_size == 0) | (owned_from <= round_down(prefix, page_size))
+
+
+def _lies_in_order(allocator: Any, loc: jax.Array, column: jax.Array, page_size: int) -> jax.Array:
+    """bool, shape of loc: the slot is one of the pool's, and lies in its page where the token of its column does."""
+    page = page_of(loc, page_size)
+    real = in_range(page, allocator.num_pages + 1, 1) & (loc % page_size == column % page_size)
+    begin = jnp.take_along_axis(loc, column // page_size * page_size, axis=1)  # of loc: nothing new is laid down
+    return real & (page == page_of(begin, page_size))
+
+
+def _shares_a_page(some: jax.Array, others: jax.Array) -> jax.Array:
+    """bool[]: a page id > 0 of some i32[b, n] is among others i32[b * m]. Lane by lane: all pairs would be many."""
+    wanted, lanes = jnp.where(some > 0, some, NO_LOC).reshape(-1, 1), others.reshape(some.shape[0], -1)
+    return lax.fori_loop(0, lanes.shape[0], lambda i, hit: hit | jnp.any(wanted == lanes[i]), jnp.zeros((), jnp.bool_))
 
 
 def _row_pages(

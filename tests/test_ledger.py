@@ -449,3 +449,43 @@ def test_a_prefix_of_no_width_is_no_prefix():
     _, _, loc, ok = alloc_for_extend(ledger, [-1], [0], [4], capacity=4, prefix_loc=np.zeros((1, 0), np.int32))
     assert bool(ok)
     assert loc.tolist() == [4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_a_prefix_must_lie_in_the_pools_slots_in_order(page_size):
+    ledger = create(page_size=page_size)
+    held = 4 // page_size  # pages 1 .. held are row 1's
+    ledger, _, loc = extend(ledger, [-1], [0], [4])
+    assert list(loc) == list(range(page_size, page_size + 4))
+    wrong = {
+        "padding": [0] * 4,
+        "outside": [10**6 + i for i in range(4)],
+        "negative": [-1] * 4,
+    }
+    if page_size == 4:
+        wrong["out of order"] = [4, 6, 5, 7]
+        wrong["half a page"] = [6, 7, 4, 5]
+    for name, slots in wrong.items():
+        before = jax.tree.map(np.asarray, ledger)
+        after, rows, new, ok = alloc_for_extend(
+            ledger, np.int32([-1]), np.int32([4]), np.int32([5]), capacity=8, prefix_loc=np.int32([slots])
+        )
+        assert not ok, name
+        assert not np.asarray(rows).any(), name
+        assert not np.asarray(new).any(), name
+        jax.tree.map(np.testing.assert_array_equal, after, before)
+    ledger, _, new = extend(ledger, [-1], [4], [5], prefix_loc=[loc])
+    assert list(new) == [(held + 1) * page_size]
+
+
+def test_a_prefix_may_not_begin_with_a_page_that_the_same_call_gives_back():
+    ledger = create()
+    ledger, (row,), loc = extend(ledger, [-1], [0], [12])
+    rows, lens = np.int32([row, -1]), np.int32([2, 4])
+    slots = np.zeros((2, 4), np.int32)
+    slots[1] = loc[4:8]  # row's second page, which goes back when the row resumes at 2
+    _, _, _, ok = alloc_for_extend(ledger, rows, lens, lens + 1, capacity=8, prefix_loc=slots)
+    assert not ok
+    slots[1] = loc[:4]  # its first one stays
+    _, _, _, ok = alloc_for_extend(ledger, rows, lens, lens + 1, capacity=8, prefix_loc=slots)
+    assert ok

@@ -266,6 +266,7 @@ class Ledger:
         if len(set(held)) < len(held) or sum(row == -1 for row in rows) > len(self.rows.free):
             return None
         own, last = [0] * len(rows), [-1] * len(rows)
+        begun: list[list[int]] = [[] for _ in rows]  # pages of a prefix found elsewhere
         for i in lanes:
             if not 0 <= prefix[i] <= seq[i] <= self.rows.width:
                 return None
@@ -291,9 +292,18 @@ class Ledger:
                 last[i] = int(before[prefix[i] - 1])
             if seq[i] > prefix[i] and prefix[i] % ps and own[i] > prefix[i] // ps * ps:
                 return None  # the page that would be continued is somebody else's
+            if rows[i] == -1:
+                found = [int(slot) for slot in before[: prefix[i]]]
+                begun[i] = [slot // ps for slot in found[::ps]]
+                if not all(1 <= page <= self.allocator.num_pages for page in begun[i]):
+                    return None
+                if found != [page * ps + k for page in begun[i] for k in range(ps)][: len(found)]:
+                    return None
 
         need = sum(pages(s, ps) - pages(p, ps) for p, s in zip(prefix, seq, strict=True))
         back = [p for i in lanes if rows[i] > 0 and seq[i] > prefix[i] for p in self.owned_pages(rows[i], prefix[i])]
+        if any(set(back) & set(pages_found) for pages_found in begun):
+            return None  # a row would begin with a page that this call gives back
         if need > self.allocator.available() // ps + len(back):
             assert self.allocator.alloc_extend(prefix, seq, last, capacity, num_lanes) is None  # a merge may stay
             return None
