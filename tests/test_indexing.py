@@ -84,6 +84,7 @@ def test_take_from_a_pool_sized_list_reads_what_numpy_reads():
         np.testing.assert_array_equal(wrap(jax.vmap(take_short, (None, 0)))(jnp.array(array), jnp.array(idx)), expected)
 
 
+@pytest.mark.compiled
 def test_take_under_vmap_reads_and_writes_nothing_else():
     arrays = jnp.arange(3 * POOL, dtype=jnp.int32).reshape(3, POOL)
     idx = jnp.array([[0, POOL - 1], [5, -1], [POOL, 7]], jnp.int32)
@@ -100,6 +101,7 @@ def _threaded(step, *args):
     return (loop.lower(*args).compile().as_text() or "").count("outer_dimension_partitions")
 
 
+@pytest.mark.compiled
 @needs_two_cores
 def test_a_short_read_of_a_pool_sized_list_is_not_split_over_threads():
     array, idx = jnp.arange(POOL, dtype=jnp.int32), jnp.arange(64, dtype=jnp.int32)

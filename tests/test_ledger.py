@@ -411,6 +411,7 @@ def test_jit_scan_while_and_vmap_agree_with_eager_calls(page_size, need_sort):
     assert jax.tree.structure(looped) == jax.tree.structure(stacked) == jax.tree.structure(start)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("need_sort", [False, True])
 def test_every_operation_updates_a_donated_ledger_in_place(need_sort):
     ledger = create(4, 2**20, rows=256, context=4096, need_sort=need_sort)  # 2**18 pages, a table of 4 MiB

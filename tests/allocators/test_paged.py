@@ -390,6 +390,7 @@ def test_vmap_merges_only_the_lanes_that_are_short():
     assert jax.tree.map(lambda x: x[1], out).to_lists() == ([7], [])
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("need_sort", [False, True])
 def test_every_operation_updates_a_donated_allocator_in_place(need_sort):
     a, n = create(2**20, 4, need_sort), jnp.zeros((), jnp.int32)  # 2**18 pages

@@ -8,6 +8,8 @@ from jax import lax
 from kvjax import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 from tests.inplace import needs_two_cores
 
+pytestmark = pytest.mark.compiled
+
 PAGES = 262144
 LANES = jnp.arange(1, 9, dtype=jnp.int32)
 OPERATIONS = {

@@ -173,6 +173,7 @@ def test_jit_scan_while_and_vmap_agree_with_eager_calls(need_sort):
     assert equal(jax.tree.map(lambda x: x[1], stacked), cycle(start))
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("need_sort", [False, True])
 def test_every_operation_updates_a_donated_allocator_in_place(need_sort):
     a, n = create(2**18, need_sort), jnp.zeros((), jnp.int32)

@@ -9,6 +9,8 @@ from jax import lax
 
 from kvjax.compiled import compile_for, h200_available, h200_topology, inspect
 
+pytestmark = pytest.mark.compiled
+
 ROWS, WIDTH, NEW = 16_400, 64, 32
 AOT = [
     pytest.mark.aot,

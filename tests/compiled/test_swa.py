@@ -21,6 +21,8 @@ from kvjax import (
 )
 from kvjax.compiled import compile_for, h200_available, inspect
 
+pytestmark = pytest.mark.compiled
+
 BATCH, CHUNK, WINDOW, CONTEXT, SLOTS = 4, 64, 64, 512, 1 << 18
 
 

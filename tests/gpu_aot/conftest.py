@@ -10,6 +10,7 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu_aot" in item.path.parts:
             item.add_marker(pytest.mark.aot)
+            item.add_marker(pytest.mark.compiled)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -248,6 +248,7 @@ def abstract(batch, extend):
     return stack, jax.ShapeDtypeStruct((), jnp.int32), lane, lane, third
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize(("name", "extend"), [(name, True) for name in EXTEND] + [(name, False) for name in DECODE])
 def test_the_size_of_the_pool_does_not_enter(name, extend):
     fn = EXTEND[name] if extend else DECODE[name]
@@ -262,6 +263,7 @@ def test_the_size_of_the_pool_does_not_enter(name, extend):
         assert report.temp_bytes < NUM_PAGES
 
 
+@pytest.mark.compiled
 def test_the_check_above_sees_a_program_that_reads_the_whole_stack():
     def sums(stack, *rest):
         return stack.sum(), jax.jit(lambda s: s + 1)(stack)[0]

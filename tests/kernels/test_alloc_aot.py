@@ -13,6 +13,7 @@ from pallas_kernels.alloc_extend import alloc_extend
 from pallas_kernels.alloc_extend.reference import by_page, by_token
 
 pytestmark = [
+    pytest.mark.compiled,
     pytest.mark.aot,
     pytest.mark.skipif(find_spec("jax_cuda12_plugin") is None, reason="jax-cuda12-plugin is not installed (extra aot)"),
 ]

@@ -28,6 +28,7 @@ def looped(buffer, rows):
     return jax.lax.while_loop(lambda carry: carry[0] < 5, turn, start)[1::2]
 
 
+@pytest.mark.compiled
 @pytest.mark.aot
 @pytest.mark.parametrize("program", [add_rows, looped])
 def test_a_buffer_is_updated_in_place_alone_and_in_a_loop(program):

@@ -178,6 +178,7 @@ def test_a_wider_table_changes_no_bit():
     assert np.array_equal(results[0], results[2])
 
 
+@pytest.mark.compiled
 def test_memory_does_not_follow_the_table_width():
     temporary = []
     for width in (512, 2048):

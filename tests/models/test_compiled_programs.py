@@ -9,6 +9,8 @@ import pytest
 from benchmarks import compiled as programs
 from kvjax.compiled import h200_available
 
+pytestmark = pytest.mark.compiled
+
 CASES = [
     pytest.param(kind, model, platform, id=f"{kind}-{model}-{platform}")
     for platform in ("cpu", "h200")

@@ -11,6 +11,8 @@ from models.config import ModelConfig
 from models.decoder import Decoder
 from models.programs import Shapes, abstract_state, build_decode, build_extend, split_decoder
 
+pytestmark = pytest.mark.compiled
+
 LANES, ROWS, CONTEXT, PAGE, CHUNK, SLOTS = 4, 16, 1024, 16, 32, 1 << 18
 CONFIG = ModelConfig(
     family="gemma3",

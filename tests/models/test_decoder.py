@@ -163,6 +163,7 @@ def compiled_report(program, config, dtype, platform):
     return inspect(compiled), pool
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize(
     "platform", [pytest.param("cpu", id="cpu"), pytest.param("h200", id="h200", marks=pytest.mark.aot)]
 )

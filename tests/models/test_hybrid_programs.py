@@ -56,6 +56,7 @@ def state(config, slots, tokens):
     return ledger, create_pool(config, tokens, PAGE, slots)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("platform", ["cpu", "h200"])
 @pytest.mark.parametrize("family", CELLS)
 def test_no_leaf_is_copied_and_temporaries_grow_neither_with_slots_nor_with_tokens(family, platform):

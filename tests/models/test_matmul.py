@@ -36,6 +36,7 @@ def test_narrow_types_accumulate_as_asked():
     assert project(x, matrix, preferred_element_type=jnp.float32).dtype == jnp.float32
 
 
+@pytest.mark.compiled
 def test_the_matrix_stands_on_the_left_for_few_rows():
     def dots(rows):
         shapes = (jax.ShapeDtypeStruct((rows, IN), jnp.float32), jax.ShapeDtypeStruct((OUT, IN), jnp.float32))

@@ -229,6 +229,7 @@ def test_programs_are_traced_for_a_large_model_without_its_memory():
     assert program.traces == 1
 
 
+@pytest.mark.compiled
 def test_no_program_holds_a_copy_of_a_pool_and_a_step_reads_as_far_as_its_longest_row():
     """Tables of 512 and 2,048 columns over a pool of 2 MiB a leaf: bytes from the compiler, time by pairs."""
     weights = random_weights(GQA)

@@ -11,6 +11,8 @@ import pytest
 from kvjax.pools import MHATokenToKOnlyPool, MHATokenToKVPool, MLATokenToKVPool, leaves
 from kvjax.pools.dtypes import SUPPORTED
 
+pytestmark = pytest.mark.compiled
+
 TOKENS, HEADS, DIM, LAYERS, PAGE = 16, 2, 64, 2, 16
 LOC = jax.ShapeDtypeStruct((TOKENS,), jnp.int32)
 SIZES = (1_000, 1_000_000)

@@ -83,6 +83,7 @@ def test_moves_take_each_side_through_its_own_slots():
         pool.move_kv_cache([16], [4])
 
 
+@pytest.mark.compiled
 def test_a_donated_pool_is_written_in_place():
     pool = jax.eval_shape(lambda: SWAKVPool.create(4000, 2000, 4, FULL, SLIDING, 2, 64))
     where = KVWriteLoc(jax.ShapeDtypeStruct((4,), jnp.int32), swa_loc=jax.ShapeDtypeStruct((4,), jnp.int32))

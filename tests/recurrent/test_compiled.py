@@ -10,6 +10,8 @@ from kvjax import HybridReqToTokenPool, Ledger, PagedTokenToKVPoolAllocator, rel
 from kvjax.compiled import compile_for, h200_available, inspect
 from kvjax.recurrent import MambaPool, NGramPool, ShortConvPool, checkpoint, extend_with_state, take_slots, take_state
 
+pytestmark = pytest.mark.compiled
+
 SLOTS, LANES, PAGE = 2**16, 8, 16
 
 

@@ -152,6 +152,7 @@ def test_jit_scan_while_and_vmap_agree_with_eager_calls():
     assert equal(jax.tree.map(lambda x: x[1], stacked), cycle(start))
 
 
+@pytest.mark.compiled
 def test_every_operation_updates_a_donated_table_in_place():
     pool, lanes = ReqToTokenPool.create(2**12, 256), jnp.zeros(8, jnp.int32)
     cells = jnp.zeros((8, 4), jnp.int32)
