@@ -1,7 +1,7 @@
 """A ledger's operations as one kernel: which ledgers have one, and the way to `pallas_kernels` and back.
 
 A kernel serves the plain ledger: a `ReqToTokenPool` over an allocator that keeps no staged pages. The others have more
-books than it knows, and stay with the jax.numpy code of kvjax.ledger, on every platform.
+books than it knows, and stay with the jax.numpy code of kvjax.extend and kvjax.steps, on every platform.
 """
 
 from __future__ import annotations

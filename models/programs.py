@@ -21,12 +21,14 @@ from kvjax.allocators import (
     SWATokenToKVPoolAllocator,
     TokenToKVPoolAllocator,
 )
+from kvjax.extend import alloc_for_extend
 from kvjax.indexing import take
 from kvjax.layout import INT32_MIN, positive, round_up
-from kvjax.ledger import Ledger, alloc_for_decode, alloc_for_extend, release_rows
+from kvjax.ledger import Ledger
 from kvjax.operation import state
 from kvjax.pools import MHATokenToKVPool, MLATokenToKVPool, SWAKVPool
 from kvjax.rows import ReqToTokenPool
+from kvjax.steps import alloc_for_decode, release_rows
 from kvjax.window import release_window
 from models.batch import Batch
 from models.config import ModelConfig

@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from kvjax.extend import alloc_for_extend
 from kvjax.layout import NEW_ROW, positive
-from kvjax.ledger import Ledger, alloc_for_extend
+from kvjax.ledger import Ledger
 from kvjax.operation import int32, mask, operation, same_length
 from kvjax.recurrent.mamba import MambaPool
 from kvjax.rows import HybridReqToTokenPool

@@ -14,10 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax.ledger import Ledger, alloc_for_decode, alloc_for_extend
+from kvjax.extend import alloc_for_extend
+from kvjax.ledger import Ledger
 from kvjax.serving import rows
 from kvjax.serving.backend import Chunk, Outcome
 from kvjax.serving.request import Request
+from kvjax.steps import alloc_for_decode
 
 T = TypeVar("T")
 

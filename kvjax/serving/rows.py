@@ -12,10 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from kvjax.extend import alloc_for_extend
 from kvjax.indexing import put2
 from kvjax.layout import NEW_ROW, ceil_div
-from kvjax.ledger import OWNED_FROM, Ledger, alloc_for_extend, release_rows
+from kvjax.ledger import OWNED_FROM, Ledger
 from kvjax.operation import int32
+from kvjax.steps import release_rows
 
 
 def open_row(ledger: Ledger, slots: jax.Array, n: jax.Array) -> tuple[Ledger, jax.Array, jax.Array]:

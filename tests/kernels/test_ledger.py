@@ -1,4 +1,4 @@
-"""A ledger's operations: every implementation does to random states what `kvjax.ledger` does, bit for bit."""
+"""A ledger's operations: every implementation does to random states what kvjax does, bit for bit."""
 # pyright: reportArgumentType=false
 # States are NumPy arrays here, in the fields and arguments of jax.Array.
 
@@ -57,7 +57,7 @@ def ledger(shape: Shape) -> Ledger:
 
 @functools.cache
 def by_kvjax(operation: str, shape: Shape):
-    """The jax.numpy code of kvjax.ledger, as a function of arrays -> (arrays that it updates, other results)."""
+    """The jax.numpy code of kvjax.extend and kvjax.steps, as a function of arrays -> (arrays that it updates, other results)."""
 
     @jax.jit
     def call(books: Books, *lanes: jax.Array):
