@@ -18,7 +18,7 @@ NAMES = {
     "write": "a KV write in every dtype, 2^12 to 2^20 slots",
     "decode": "the same decoder on paged pools and on a contiguous cache",
     "compiled": "alias bytes, temporary bytes and kernels of the compiled programs (CPU and, deviceless, H200)",
-    "kernels": "paged attention on a GPU: kernels, XLA, JAX's own, and the bandwidth of a device copy",
+    "kernels": "attention, KV writes and the ledger on a GPU: kernels, XLA, JAX's own, and a device copy",
     "tune": "search the kernels' configs for this machine's GPU and keep the fastest in the folder of --tuning",
     "swa": "pages held per layer kind while a sequence grows, and tokens served by a budget, with sliding windows",
     "replay": "radix cache and ledger on a real trace, and one scheduling step",

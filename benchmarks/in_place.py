@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from statistics import median
 from typing import Any
 
@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.measure import interleaved
+from benchmarks.measure import interleaved, working
 from benchmarks.shapes import Shape
 from kvjax import Ledger, PagedTokenToKVPoolAllocator, ReqToTokenPool, alloc_for_extend
 from kvjax.kernels import books_of
@@ -29,7 +29,7 @@ from pallas_kernels.ledger_extend import ledger_extend
 from pallas_kernels.release import release
 
 SHORT, LONG = 2, 10  # operations in the two programs of a slope
-BATCHES, PAGE, CONTEXT, CHUNK = (64, 256), 16, 4096, 128  # CHUNK: tokens of a request that begins or ends
+PAGE, CONTEXT, CHUNK = 16, 4096, 128  # CHUNK: tokens of a request that begins or ends
 
 Step = Callable[[Any, Any], tuple[Any, Any]]  # (state, x) -> (state, what else comes out)
 
@@ -52,8 +52,8 @@ class Case:
         }
 
 
-def program(step: Step, inputs: list[Any]) -> Callable[[Any], Any]:
-    """run(state) -> (state, outputs of every step): one compiled program, which takes the state over."""
+def program(step: Step) -> Callable[..., Any]:
+    """run(state, inputs) -> (state, outputs): a step for each input, compiled as one, which takes the state over."""
 
     @functools.partial(jax.jit, donate_argnums=0)
     def run(state, inputs):
@@ -63,23 +63,42 @@ def program(step: Step, inputs: list[Any]) -> Callable[[Any], Any]:
             outputs.append(out)
         return state, outputs
 
-    return lambda state: run(state, inputs)
+    return run
 
 
-def seconds(steps: Mapping[str, Step], case: Case, rounds: int) -> dict[str, float]:
-    """Seconds of one operation by each step: the median slope of the rounds, in which all programs take turns."""
-    calls = {}
-    for name, step in steps.items():
+def seconds(steps: Mapping[str, tuple[Step, Case]], rounds: int, title: str | None = None) -> dict[str, float]:
+    """Seconds of one operation by each step: the median slope of the rounds, in which all programs take turns.
+
+    title: steps that do not run here are left out, and named on stderr under this title; None: they raise.
+    """
+    calls, make = {}, {}
+    for name, (step, case) in steps.items():
         for length in (SHORT, LONG):
-            calls[f"{name} {length}"] = program(step, case.inputs[:length])
-    times = interleaved(calls, rounds, make=dict.fromkeys(calls, case.state))
+            calls[f"{name} {length}"] = functools.partial(program(step), inputs=case.inputs[:length])
+            make[f"{name} {length}"] = case.state
+    if title is not None:
+        calls = working(title, calls, make=make)
+    times = interleaved(calls, rounds, make=make)
     return {
         name: median(
             max(long - short, 1e-9) / (LONG - SHORT)
             for short, long in zip(times[f"{name} {SHORT}"], times[f"{name} {LONG}"], strict=True)
         )
         for name in steps
+        if f"{name} {SHORT}" in times and f"{name} {LONG}" in times
     }
+
+
+def copy_case(nbytes: int) -> Case:
+    """A measure for a write: `nbytes` / 2 bytes read and as many written, side by side."""
+    width = nbytes // 8
+    inputs = [(jnp.full(width, i, jnp.int32), jnp.int32(i * width)) for i in range(LONG)]
+
+    def step(state, x):
+        # Without the barrier XLA makes one copy of several.
+        return jax.lax.optimization_barrier(jax.lax.dynamic_update_slice(state, x[0], (x[1],))), ()
+
+    return Case("copy", lambda: jnp.zeros(LONG * width, jnp.int32), inputs, step)
 
 
 def write_shapes(shape: Shape, dtype: Any = jnp.bfloat16) -> tuple[tuple, tuple, jax.ShapeDtypeStruct]:
@@ -165,13 +184,3 @@ def _case(operation: str, ledger: Ledger, inputs: list[Any], update: Callable[..
 
 def _ledger(rows: int, context: int, tokens: int, page: int) -> Ledger:
     return Ledger.create(ReqToTokenPool.create(rows, context), PagedTokenToKVPoolAllocator.create(tokens, page))
-
-
-def refused(case: Case, steps: Mapping[str, Step]) -> Iterable[tuple[str, str]]:
-    """(implementation, why) of those that cannot do the case here."""
-    state = jax.eval_shape(case.state)
-    for name, step in steps.items():
-        try:
-            jax.eval_shape(step, state, case.inputs[0])
-        except ValueError as error:
-            yield name, str(error)

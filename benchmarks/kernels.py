@@ -1,7 +1,8 @@
-"""Paged attention on a GPU: the kernels, plain XLA, JAX's own paged attention, and a device copy as the measure.
+"""The kernels on a GPU: every implementation of them, JAX's own paged attention, and a device copy as the measure.
 
 A step of decode reads every key and value once, so its best time is that of moving those bytes. A copy moves each byte
-twice, once in and once out; its bandwidth is what `share` is relative to.
+twice, once in and once out; its bandwidth is what `share` is relative to. KV writes and the operations on the books
+update in place, and are timed inside of programs (`benchmarks.in_place`).
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.measure import Measurement, interleaved
-from benchmarks.shapes import SHAPES, Shape
+from benchmarks import in_place
+from benchmarks.measure import Measurement, interleaved, working
+from benchmarks.shapes import BATCHES, BOOKS, SHAPES, WRITES, Shape
 from pallas_kernels import registry
 from pallas_kernels.paged_decode_gqa import paged_decode_gqa
 from pallas_kernels.paged_decode_mla import paged_decode_mla
@@ -124,23 +126,62 @@ def no_gpu(what: str) -> bool:
 
 
 def run(progress: Callable[[str], None], quick: bool = False) -> Iterator[Measurement]:
-    """Microseconds per call, GB/s of keys and values, and the share of the copy's bandwidth."""
+    """Microseconds per call, and of attention and writes the bandwidth and its share of a copy's."""
     if no_gpu("kernels are timed"):
         return
-    card = jax.devices()[0].device_kind
-    rounds = 5 if quick else 15
-    for title, shape in list(SHAPES.items())[: 1 if quick else None]:
+    first = 1 if quick else None
+    for title in list(SHAPES)[:first]:
         progress(title)
-        given = arrays(shape)
-        calls = implementations(shape, given)
-        buffer = jnp.zeros(kv_bytes(shape) // 4, jnp.float32)
-        calls["copy"] = functools.partial(jax.jit(jnp.copy), buffer)
-        times = seconds(calls, rounds)
-        copied = 2 * buffer.nbytes / times["copy"]
-        config = {"shape": title, "card": card, "jax": jax.__version__, **dataclasses.asdict(shape)}
-        yield Measurement(f"kernels/{title}/copy", copied / 1e9, "GB/s", config)
-        for name in calls.keys() - {"copy"}:
-            moved = kv_bytes(shape) / times[name]
-            yield Measurement(f"kernels/{title}/{name}", times[name] * 1e6, "us", config)
-            yield Measurement(f"kernels/{title}/{name}/bandwidth", moved / 1e9, "GB/s", config)
-            yield Measurement(f"kernels/{title}/{name}/share", moved / copied, "of the copy", config)
+        yield from attention(title, SHAPES[title], rounds=5 if quick else 15)
+    rounds = 9 if quick else 31
+    for title in list(WRITES)[:first]:
+        progress(title)
+        shape, dtype = WRITES[title]
+        yield from write(title, SHAPES[shape], jnp.dtype(dtype), rounds=rounds)
+    for operation in BOOKS[:first]:
+        for batch in BATCHES[:first]:
+            progress(f"{operation}, batch {batch}")
+            yield from books(operation, batch, rounds=rounds)
+
+
+def attention(title: str, shape: Shape, *, rounds: int, interpret: bool = False) -> Iterator[Measurement]:
+    """us per call, GB/s of keys and values, and the share of the copy's bandwidth."""
+    given = arrays(shape)
+    calls = working(title, implementations(shape, given, interpret=interpret))
+    buffer = jnp.zeros(kv_bytes(shape) // 4, jnp.float32)
+    times = seconds({**calls, "copy": functools.partial(jax.jit(jnp.copy), buffer)}, rounds)
+    yield from _by_bytes(title, times, kv_bytes(shape), 2 * buffer.nbytes, dataclasses.asdict(shape))
+
+
+def write(title: str, shape: Shape, dtype: Any, *, rounds: int, interpret: bool = False) -> Iterator[Measurement]:
+    """us per write of a layer, GB/s read and written, and the share of a copy of as many bytes."""
+    case, moved = in_place.write_case(shape, dtype), in_place.write_bytes(shape, dtype)
+    copy = in_place.copy_case(moved)
+    steps = {name: (step, case) for name, step in case.steps(interpret=interpret).items()}
+    times = in_place.seconds({**steps, "copy": (copy.step, copy)}, rounds, title)
+    yield from _by_bytes(title, times, moved, moved, dataclasses.asdict(shape) | {"dtype": dtype.name})
+
+
+def books(operation: str, batch: int, *, rounds: int, interpret: bool = False, **sizes: int) -> Iterator[Measurement]:
+    """us per operation; sizes: see `in_place.ledger_case`."""
+    case, title = in_place.ledger_case(operation, batch, **sizes), f"{operation}, batch {batch}"
+    times = in_place.seconds({n: (step, case) for n, step in case.steps(interpret=interpret).items()}, rounds, title)
+    for name, took in times.items():
+        config = {"operation": operation, "batch": batch, "page": in_place.PAGE} | sizes
+        yield Measurement(f"kernels/{title}/{name}", took * 1e6, "us", config | _machine())
+
+
+def _by_bytes(title: str, times: dict[str, float], moved: int, copied: int, about: Any) -> Iterator[Measurement]:
+    """moved: bytes that each of `times` has to move; copied: bytes that "copy" among them moves."""
+    config = {"shape": title, **_machine(), **about}
+    bandwidth = copied / times["copy"]
+    yield Measurement(f"kernels/{title}/copy", bandwidth / 1e9, "GB/s", config)
+    for name in times.keys() - {"copy"}:
+        rate = moved / times[name]
+        yield Measurement(f"kernels/{title}/{name}", times[name] * 1e6, "us", config)
+        yield Measurement(f"kernels/{title}/{name}/bandwidth", rate / 1e9, "GB/s", config)
+        yield Measurement(f"kernels/{title}/{name}/share", rate / bandwidth, "of the copy", config)
+
+
+def _machine() -> dict[str, str]:
+    return {"card": jax.devices()[0].device_kind, "jax": jax.__version__}

@@ -1,4 +1,4 @@
-"""The named shapes that kernels are timed and tuned at: a layer of a model in service."""
+"""The named shapes that kernels are timed and tuned at: layers and books of a model in service."""
 
 from __future__ import annotations
 
@@ -28,3 +28,14 @@ SHAPES = {
     "Llama-3-8B chunk of 512": Shape(32, 8, 128, batch=8, new=512),
     "Llama-3-8B 4 drafts": Shape(32, 8, 128, new=4),
 }
+
+# A layer's KV write: of which shape's new tokens, and the dtype of the pool.
+WRITES = {
+    "Llama-3-8B write": ("Llama-3-8B decode", "bfloat16"),
+    "Llama-3-8B write, fp8": ("Llama-3-8B decode", "float8_e4m3fn"),
+    "DeepSeek-V3 write": ("DeepSeek-V3 decode", "bfloat16"),
+    "Llama-3-8B write of a chunk": ("Llama-3-8B chunk of 512", "bfloat16"),
+}
+
+BOOKS = ("ledger_decode", "ledger_extend", "release")
+BATCHES = (64, 256)  # of the operations on the books, with pages of 16

@@ -96,7 +96,7 @@ def write(title: str, shape: Shape, dtype: Any) -> Search:
                     leaves, values, (None,) * len(leaves), loc, None, dtype=jnp.dtype(dtype), config=config
                 ), ()
 
-            return in_place.seconds({"": step}, case, WRITE_ROUNDS)[""]
+            return in_place.seconds({"": (step, case)}, WRITE_ROUNDS)[""]
 
         return seconds
 

@@ -121,21 +121,6 @@ def test_a_search_without_a_candidate_that_works_is_told_and_the_others_go_on(tm
     assert kept == {"paged_attention": {second.key: dataclasses.asdict(second.candidates[-1])}}
 
 
-def test_the_write_that_is_timed_runs_in_place_and_threads_its_pool():
-    shape = Shape(4, 2, 16, batch=2, context=64)
-    case = in_place.write_case(shape)
-    steps = case.steps(interpret=True)
-    results = {}
-    for name, step in steps.items():
-        run, leaves = in_place.program(step, case.inputs[:3]), case.state()
-        leaves, _ = run(leaves)
-        results[name], _ = run(leaves)
-    assert results.keys() >= {"xla", "pallas_triton"}
-    for leaf, plain in zip(results["pallas_triton"], results["xla"], strict=True):
-        assert (leaf == plain).all()
-        assert 0 < (plain != 0).any(axis=(1, 2)).sum() <= 3 * shape.batch
-
-
 def test_without_a_gpu_a_sentence_says_that_nothing_was_searched(tmp_path, capsys):
     if jax.default_backend() == "gpu":
         pytest.skip("there is a GPU here")  # it would search, for an hour

@@ -10,6 +10,7 @@ from benchmarks import in_place, kernels
 from benchmarks.shapes import SHAPES
 from benchmarks.tune import attention, write
 from kvjax.compat import traced_for
+from kvjax.compiled import compile_for, inspect
 from kvjax.compiled.resources import compile_for_h200
 
 SHARED = 227 * 1024  # bytes that a block can have on an H200
@@ -52,3 +53,18 @@ def test_candidates_of_kv_write_compile_to_one_kernel_each():
 
         _, (kernel,) = compile_for_h200(run, (leaves, values, loc), donate_argnums=0)
         assert kernel.spill_bytes == 0
+
+
+@pytest.mark.parametrize("name", ["triton", "copy"])
+def test_the_programs_that_time_a_write_are_one_kernel_a_step_in_place(name):
+    """What a slope is: nothing is left away, nothing done once for all, nothing copied."""
+    shape, dtype = SHAPES["DeepSeek-V3 decode"], jnp.dtype(jnp.float8_e4m3fn)
+    with traced_for("NVIDIA H200", 132, "cuda"):
+        write_case, copy = in_place.write_case(shape, dtype), in_place.copy_case(in_place.write_bytes(shape, dtype))
+        leaves, _, _ = in_place.write_shapes(shape, dtype)
+    case, step = (copy, copy.step) if name == "copy" else (write_case, write_case.steps()["triton"])
+    state = jax.eval_shape(case.state) if name == "copy" else leaves
+    inputs = jax.eval_shape(lambda: case.inputs)
+    facts = inspect(compile_for(in_place.program(step), (state, inputs), "h200"))
+    assert facts.kernels == in_place.LONG
+    assert facts.alias_bytes == sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
