@@ -18,7 +18,8 @@ NAMES = {
     "write": "a KV write in every dtype, 2^12 to 2^20 slots",
     "decode": "the same decoder on paged pools and on a contiguous cache",
     "compiled": "alias bytes, temporary bytes and kernels of the compiled programs (CPU and, deviceless, H200)",
-    "kernels": "paged attention on a GPU: kernels, XLA, JAX's own, and the bandwidth of a device copy",
+    "kernels": "attention, KV writes and the ledger on a GPU: kernels, XLA, JAX's own, and a device copy",
+    "tune": "search the kernels' configs for this machine's GPU and keep the fastest in the folder of --tuning",
     "swa": "pages held per layer kind while a sequence grows, and tokens served by a budget, with sliding windows",
     "replay": "radix cache and ledger on a real trace, and one scheduling step",
     "smollm2": "prefill and decode of SmolLM2-135M, batch 1 and 6, and its bare matmuls",
@@ -45,7 +46,15 @@ def main(argv: list[str] | None = None) -> int:
         help="write a list of {name, value, unit, config}; without a file: to stdout, instead of the table",
     )
     parser.add_argument("--quick", action="store_true", help="fewer sizes, to see whether it runs")
+    parser.add_argument(
+        "--tuning",
+        type=Path,
+        metavar="FOLDER",
+        help="tune: where <kind of GPU>.json is written (default: the environment variable KVJAX_TUNING)",
+    )
     options = parser.parse_args(argv)
+    if options.tuning and options.name != "tune":
+        parser.error(f"--tuning is for tune, not for {options.name}; to use what it found, set KVJAX_TUNING")
     if not has_nvidia_driver():
         os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # `compiled` uses the plugin without a driver
     import_jax()
@@ -53,12 +62,13 @@ def main(argv: list[str] | None = None) -> int:
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    run: Callable[[Callable[[str], None], bool], Iterator] = import_module(f"benchmarks.{options.name}").run
+    run: Callable[..., Iterator] = import_module(f"benchmarks.{options.name}").run
+    more = {"folder": options.tuning} if options.name == "tune" else {}
     found = []
     console = Console(stderr=True)
     with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console) as bar:
         task = bar.add_task(options.name)
-        for measurement in run(lambda text: bar.update(task, description=text), options.quick):
+        for measurement in run(lambda text: bar.update(task, description=text), options.quick, **more):
             found.append(measurement)
     text = json.dumps([m.as_json() for m in found], indent=1) + "\n"
     if options.json == Path("-"):

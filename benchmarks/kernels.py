@@ -1,7 +1,8 @@
-"""Paged attention on a GPU: the kernels, plain XLA, JAX's own paged attention, and a device copy as the measure.
+"""The kernels on a GPU: every implementation of them, JAX's own paged attention, and a device copy as the measure.
 
 A step of decode reads every key and value once, so its best time is that of moving those bytes. A copy moves each byte
-twice, once in and once out; its bandwidth is what `share` is relative to.
+twice, once in and once out; its bandwidth is what `share` is relative to. KV writes and the operations on the books
+update in place, and are timed inside of programs (`benchmarks.in_place`).
 """
 
 from __future__ import annotations
@@ -18,38 +19,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.measure import Measurement, interleaved
+from benchmarks import in_place
+from benchmarks.measure import Measurement, interleaved, working
+from benchmarks.shapes import BATCHES, BOOKS, SHAPES, WRITES, Shape
 from pallas_kernels import registry
 from pallas_kernels.paged_decode_gqa import paged_decode_gqa
 from pallas_kernels.paged_decode_mla import paged_decode_mla
 from pallas_kernels.paged_extend import paged_extend
 
 CALLS = 20  # in a row, so that the time of a launch from Python is hidden behind the one before
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """One layer of a model in service: bf16, rows of equal length on scattered pages."""
-
-    heads: int
-    kv_heads: int
-    dim: int
-    batch: int = 64
-    context: int = 4096
-    page: int = 16
-    new: int = 1  # queries per row, the last tokens of the context
-    rank: int | None = None  # latent attention
-
-
-SHAPES = {
-    "Llama-3-8B decode": Shape(32, 8, 128),
-    "Llama-3-8B decode, 4 rows of 32768": Shape(32, 8, 128, batch=4, context=32768),
-    "Qwen3-32B decode": Shape(64, 8, 128),
-    "DeepSeek-V2-Lite decode": Shape(16, 1, 576, rank=512),
-    "DeepSeek-V3 decode": Shape(128, 1, 576, rank=512),
-    "Llama-3-8B chunk of 512": Shape(32, 8, 128, batch=8, new=512),
-    "Llama-3-8B 4 drafts": Shape(32, 8, 128, new=4),
-}
 
 
 def arrays(shape: Shape, seed: int = 0) -> dict[str, Any]:
@@ -75,27 +53,27 @@ def arrays(shape: Shape, seed: int = 0) -> dict[str, Any]:
     return made
 
 
+def call_of(shape: Shape, given: dict[str, Any]) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """(operation, its arrays, its static arguments) that compute the shape."""
+    a, how = given, {"scale": shape.dim**-0.5}
+    if shape.new > 1:
+        ordered = (a["q"], a["k"], a.get("v"), a["table"], a["rows"], a["positions"], a["lens"])
+        return paged_extend, ordered, how | {"rank": shape.rank}
+    if shape.rank is not None:
+        return paged_decode_mla, (a["q"], a["k"], a["table"], a["rows"], a["lens"]), how | {"rank": shape.rank}
+    return paged_decode_gqa, (a["q"], a["k"], a["v"], a["table"], a["rows"], a["lens"]), how
+
+
 def implementations(shape: Shape, given: dict[str, Any], *, interpret: bool = False) -> dict[str, Callable[[], Any]]:
     """Every way to compute the shape that can run here, as calls without arguments; interpret: the Pallas ones."""
-    a, scale = given, shape.dim**-0.5
-    if shape.new > 1:
-        operation, ordered = (
-            paged_extend,
-            (a["q"], a["k"], a.get("v"), a["table"], a["rows"], a["positions"], a["lens"]),
-        )
-        how: dict[str, Any] = {"rank": shape.rank}
-    elif shape.rank is not None:
-        operation, ordered = paged_decode_mla, (a["q"], a["k"], a["table"], a["rows"], a["lens"])
-        how = {"rank": shape.rank}
-    else:
-        operation, ordered, how = paged_decode_gqa, (a["q"], a["k"], a["v"], a["table"], a["rows"], a["lens"]), {}
+    operation, ordered, how = call_of(shape, given)
     names = [n for n in registry.available(operation.__name__) if not (interpret and n == "triton")]
     calls = {}
     for name in names:
-        static = {"scale": scale, "implementation": name, "interpret": interpret and name != "xla", **how}
+        static = {"implementation": name, "interpret": interpret and name != "xla", **how}
         calls[name] = functools.partial(jax.jit(functools.partial(operation, **static)), *ordered)
     if shape.rank is None and shape.new == 1:
-        calls["jax.experimental"] = jax_paged_attention(shape, a, interpret)
+        calls["jax.experimental"] = jax_paged_attention(shape, given, interpret)
     return calls
 
 
@@ -122,33 +100,10 @@ def kv_bytes(shape: Shape) -> int:
     return shape.batch * shape.context * shape.kv_heads * shape.dim * 2 * (2 if shape.rank is None else 1)
 
 
-def run(progress: Callable[[str], None], quick: bool = False) -> Iterator[Measurement]:
-    """Microseconds per call, GB/s of keys and values, and the share of the copy's bandwidth."""
-    if jax.default_backend() != "gpu":
-        print(
-            f"No GPU was seen, JAX runs on {jax.default_backend()!r}; kernels are timed on an NVIDIA GPU only, so "
-            "nothing was measured.",
-            file=sys.stderr,
-        )
-        return
-    card = jax.devices()[0].device_kind
-    rounds = 5 if quick else 15
-    for title, shape in list(SHAPES.items())[: 1 if quick else None]:
-        progress(title)
-        given = arrays(shape)
-        calls = implementations(shape, given)
-        buffer = jnp.zeros(kv_bytes(shape) // 4, jnp.float32)
-        calls["copy"] = functools.partial(jax.jit(jnp.copy), buffer)
-        times = interleaved({name: functools.partial(_repeated, call) for name, call in calls.items()}, rounds)
-        seconds = {name: median(values) / CALLS for name, values in times.items()}
-        copied = 2 * buffer.nbytes / seconds["copy"]
-        config = {"shape": title, "card": card, "jax": jax.__version__, **dataclasses.asdict(shape)}
-        yield Measurement(f"kernels/{title}/copy", copied / 1e9, "GB/s", config)
-        for name in calls.keys() - {"copy"}:
-            moved = kv_bytes(shape) / seconds[name]
-            yield Measurement(f"kernels/{title}/{name}", seconds[name] * 1e6, "us", config)
-            yield Measurement(f"kernels/{title}/{name}/bandwidth", moved / 1e9, "GB/s", config)
-            yield Measurement(f"kernels/{title}/{name}/share", moved / copied, "of the copy", config)
+def seconds(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """Seconds per call: the median of the rounds, in which all take turns at CALLS calls in a row."""
+    times = interleaved({name: functools.partial(_repeated, call) for name, call in calls.items()}, rounds)
+    return {name: median(values) / CALLS for name, values in times.items()}
 
 
 def _repeated(call: Callable[[], Any]) -> Any:
@@ -156,3 +111,77 @@ def _repeated(call: Callable[[], Any]) -> Any:
     for _ in range(CALLS):
         out = call()
     return out
+
+
+def no_gpu(what: str) -> bool:
+    """Whether there is no GPU, which is then said on stderr. what: "kernels are timed"."""
+    missing = jax.default_backend() != "gpu"
+    if missing:
+        print(
+            f"No GPU was seen, JAX runs on {jax.default_backend()!r}; {what} on an NVIDIA GPU only, so nothing was "
+            "measured.",
+            file=sys.stderr,
+        )
+    return missing
+
+
+def run(progress: Callable[[str], None], quick: bool = False) -> Iterator[Measurement]:
+    """Microseconds per call, and of attention and writes the bandwidth and its share of a copy's."""
+    if no_gpu("kernels are timed"):
+        return
+    first = 1 if quick else None
+    for title in list(SHAPES)[:first]:
+        progress(title)
+        yield from attention(title, SHAPES[title], rounds=5 if quick else 15)
+    rounds = 9 if quick else 31
+    for title in list(WRITES)[:first]:
+        progress(title)
+        shape, dtype = WRITES[title]
+        yield from write(title, SHAPES[shape], jnp.dtype(dtype), rounds=rounds)
+    for operation in BOOKS[:first]:
+        for batch in BATCHES[:first]:
+            progress(f"{operation}, batch {batch}")
+            yield from books(operation, batch, rounds=rounds)
+
+
+def attention(title: str, shape: Shape, *, rounds: int, interpret: bool = False) -> Iterator[Measurement]:
+    """us per call, GB/s of keys and values, and the share of the copy's bandwidth."""
+    given = arrays(shape)
+    calls = working(title, implementations(shape, given, interpret=interpret))
+    buffer = jnp.zeros(kv_bytes(shape) // 4, jnp.float32)
+    times = seconds({**calls, "copy": functools.partial(jax.jit(jnp.copy), buffer)}, rounds)
+    yield from _by_bytes(title, times, kv_bytes(shape), 2 * buffer.nbytes, dataclasses.asdict(shape))
+
+
+def write(title: str, shape: Shape, dtype: Any, *, rounds: int, interpret: bool = False) -> Iterator[Measurement]:
+    """us per write of a layer, GB/s read and written, and the share of a copy of as many bytes."""
+    case, moved = in_place.write_case(shape, dtype), in_place.write_bytes(shape, dtype)
+    copy = in_place.copy_case(moved)
+    steps = {name: (step, case) for name, step in case.steps(interpret=interpret).items()}
+    times = in_place.seconds({**steps, "copy": (copy.step, copy)}, rounds, title)
+    yield from _by_bytes(title, times, moved, moved, dataclasses.asdict(shape) | {"dtype": dtype.name})
+
+
+def books(operation: str, batch: int, *, rounds: int, interpret: bool = False, **sizes: int) -> Iterator[Measurement]:
+    """us per operation; sizes: see `in_place.ledger_case`."""
+    case, title = in_place.ledger_case(operation, batch, **sizes), f"{operation}, batch {batch}"
+    times = in_place.seconds({n: (step, case) for n, step in case.steps(interpret=interpret).items()}, rounds, title)
+    for name, took in times.items():
+        config = {"operation": operation, "batch": batch, "page": in_place.PAGE} | sizes
+        yield Measurement(f"kernels/{title}/{name}", took * 1e6, "us", config | _machine())
+
+
+def _by_bytes(title: str, times: dict[str, float], moved: int, copied: int, about: Any) -> Iterator[Measurement]:
+    """moved: bytes that each of `times` has to move; copied: bytes that "copy" among them moves."""
+    config = {"shape": title, **_machine(), **about}
+    bandwidth = copied / times["copy"]
+    yield Measurement(f"kernels/{title}/copy", bandwidth / 1e9, "GB/s", config)
+    for name in times.keys() - {"copy"}:
+        rate = moved / times[name]
+        yield Measurement(f"kernels/{title}/{name}", times[name] * 1e6, "us", config)
+        yield Measurement(f"kernels/{title}/{name}/bandwidth", rate / 1e9, "GB/s", config)
+        yield Measurement(f"kernels/{title}/{name}/share", rate / bandwidth, "of the copy", config)
+
+
+def _machine() -> dict[str, str]:
+    return {"card": jax.devices()[0].device_kind, "jax": jax.__version__}

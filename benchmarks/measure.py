@@ -8,6 +8,7 @@ whatever else is paid once per call, drops out.
 from __future__ import annotations
 
 import random
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -60,6 +61,24 @@ def interleaved(
         for name in order:
             times[name].append(seconds(name))
     return times
+
+
+def working(
+    title: str, calls: Mapping[str, Callable[..., Any]], *, make: Mapping[str, Callable[[], Any]] | None = None
+) -> dict[str, Callable[..., Any]]:
+    """The calls that run here; the others are named on stderr with their reason, so that one does not stop the rest.
+
+    make: see `interleaved`.
+    """
+    found = {}
+    for name, call in calls.items():
+        try:
+            jax.block_until_ready(call() if make is None else call(make[name]()))
+        except Exception as error:  # compilers raise what they like
+            print(f"{title}: {name} is left out: {str(error)[:500]}", file=sys.stderr)
+        else:
+            found[name] = call
+    return found
 
 
 def ratio(times: Mapping[str, list[float]], numerator: str, denominator: str) -> float:

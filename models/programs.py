@@ -180,9 +180,9 @@ def abstract(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), leaf.dtype), tree)
 
 
-def _of_the_books(implementation: str | None) -> str | None:
+def books_implementation(implementation: str | None) -> str | None:
     """The ledger's implementation in a model's programs: "xla" where the model is all XLA, otherwise the best, for a
-    ledger with window layers has no kernel that could be named."""
+    ledger with window layers or state slots has no kernel that could be named."""
     return "xla" if implementation == "xla" else None
 
 
@@ -205,7 +205,7 @@ def build_extend(
     `pallas_kernels.registry`.
     """
 
-    books = _of_the_books(implementation)
+    books = books_implementation(implementation)
 
     def extend(weights, pool, ledger, chunk: Chunk):
         b, t = chunk.tokens.shape
@@ -289,7 +289,7 @@ def build_decode(
     instead, for the host to hand them to a prefix tree. implementation: of the kernels, see `build_extend`.
     """
 
-    books = _of_the_books(implementation)
+    books = books_implementation(implementation)
 
     def decode(weights, pool, ledger, inputs: Lanes, limit_steps, leave):
         def reserve(ledger, rows, active, step):

@@ -232,7 +232,8 @@ class HybridDecoder(nnx.Module):
 
         tokens, positions: i32[b, t]; t == 1 is decode. slots: i32[b], each row's working slot; 0, the sink, for a
         lane that is not in use (`HybridReqToTokenPool.working_slots` answers so). logits: "last" f32[b, vocab], or
-        "all" f32[b, t, vocab]; on padding they are finite and mean nothing. Returns (logits, pool).
+        "all" f32[b, t, vocab]; on padding they are finite and mean nothing. implementation: of the attention layers'
+        write and read, see `pallas_kernels.registry`; recurrent layers are XLA. Returns (logits, pool).
         """
         if logits not in ("last", "all"):
             raise ValueError(f'logits must be "last" or "all", got {logits!r}.')

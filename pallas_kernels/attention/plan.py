@@ -8,6 +8,7 @@ tile's keys. Blocks of a kernel have power-of-two extents, so a width of 576 is 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import jax.numpy as jnp
 
@@ -21,6 +22,9 @@ LEAST = 16  # extent of a matmul block, at least
 PROGRAMS, LARGE_PROGRAMS = 132 * 8, 132 * 2
 KEYS_PER_SPLIT = 256  # fewer would make the merge as dear as the attention
 MOST_SPLITS = 16
+# Configs that a search times: each costs seconds of compilation, and far from the default few are any good.
+MOST_CANDIDATES = 48
+SHARED_BYTES = 227 * 1024  # that a block may have on compute capability 9.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,23 +90,12 @@ def unsupported(options: Options) -> str | None:
 
 def make_plan(q, k, table, given, options: Options) -> Plan:
     """The plan of checked arguments; q: [b, t, Hq, D]; given: extras by name."""
-    b, t, heads, q_dim = q.shape
+    b, t, heads, _ = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
-    if options.rank is None:
-        k_pieces, v_dim = pieces(q_dim), given["v"].shape[-1]
-        v_pieces = pieces(v_dim)
-    else:
-        rope = q_dim - options.rank
-        v_pieces, v_dim = pieces(options.rank, whole=True), options.rank
-        k_pieces = v_pieces + (pieces(rope, options.rank, whole=True) if rope else ())
-    # A window is all that is read of a long row.
-    most_keys = table.shape[1] if options.window is None else min(table.shape[1], options.window + t - 1)
-    key_bytes = k.dtype.itemsize * (q_dim if options.rank is not None else q_dim + v_dim)
+    k_pieces, v_pieces, v_dim = _pieces_of(q, given, options)
     config = options.config or tuning.chosen(
-        "paged_attention",
-        tuning_key(q, k, table, v_dim, options),
-        default_config(b * kv_heads, group * t, most_keys, k_pieces, v_dim, q.dtype.itemsize, key_bytes),
+        "paged_attention", tuning_key(q, k, table, v_dim, options), default_for(q, k, table, given, options)
     )
     tile_heads = min(power_of_two(group), config.block_m)
     tile_tokens = config.block_m // tile_heads
@@ -123,6 +116,70 @@ def make_plan(q, k, table, given, options: Options) -> Plan:
         tile_tokens=tile_tokens,
         config=config,
     )
+
+
+def _pieces_of(q, given, options: Options) -> tuple[tuple[Piece, ...], tuple[Piece, ...], int]:
+    """(pieces of the keys, pieces of the values, columns of the result)."""
+    q_dim = q.shape[-1]
+    if options.rank is None:
+        v_dim = given["v"].shape[-1]
+        return pieces(q_dim), pieces(v_dim), v_dim
+    rope = q_dim - options.rank
+    v_pieces = pieces(options.rank, whole=True)
+    return v_pieces + (pieces(rope, options.rank, whole=True) if rope else ()), v_pieces, options.rank
+
+
+def default_for(q, k, table, given, options: Options) -> Config:
+    """The default config of a call as `make_plan` takes it."""
+    (b, t, heads, q_dim), kv_heads = q.shape, k.shape[1]
+    k_pieces, _, v_dim = _pieces_of(q, given, options)
+    # A window is all that is read of a long row.
+    most_keys = table.shape[1] if options.window is None else min(table.shape[1], options.window + t - 1)
+    key_bytes = k.dtype.itemsize * (q_dim if options.rank is not None else q_dim + v_dim)
+    return default_config(b * kv_heads, heads // kv_heads * t, most_keys, k_pieces, v_dim, q.dtype.itemsize, key_bytes)
+
+
+def candidates(q, k, table, given, options: Options) -> list[Config]:
+    """What a search times for a call as `make_plan` takes it: the default, then its neighbours, the nearest first.
+
+    At most MOST_CANDIDATES. Blocks, warps and splits are powers of two (but for the default's own splits); no block is
+    larger than what it has to hold, and no split has fewer than KEYS_PER_SPLIT keys.
+    """
+    default = default_for(q, k, table, given, options)
+    rows = q.shape[2] // k.shape[1] * q.shape[1]
+    most_keys = table.shape[1] if options.window is None else min(table.shape[1], options.window + q.shape[1] - 1)
+    most_splits = max(default.splits, min(MOST_SPLITS, power_of_two(most_keys // KEYS_PER_SPLIT + 1) // 2))
+    k_pieces, v_pieces, _ = _pieces_of(q, given, options)
+    read = k_pieces if options.rank is not None else k_pieces + v_pieces
+    key_bytes = sum(piece.width for piece in read) * k.dtype.itemsize
+    query_bytes = sum(piece.width for piece in k_pieces) * q.dtype.itemsize
+
+    def fits(config: Config) -> bool:
+        """A rough guess, so that what cannot run is not compiled: queries once, and a block of keys per stage."""
+        return config.block_m * query_bytes + config.num_stages * config.block_n * key_bytes <= SHARED_BYTES
+
+    near = (
+        _near(default.block_m, LEAST, max(default.block_m, min(128, power_of_two(rows)))),
+        _near(default.block_n, LEAST, 128),
+        _near(default.splits, 1, most_splits),
+        _near(default.num_warps, 2, 8),
+        {stages: abs(stages - default.num_stages) for stages in (1, 2, 3, 4)},
+    )
+    found = {
+        Config(*values): sum(steps[value] for steps, value in zip(near, values, strict=True))
+        for values in itertools.product(*near)
+    }
+    others = sorted((c for c in found if c != default and fits(c)), key=lambda config: found[config])  # ties: as made
+    return [default, *others[: MOST_CANDIDATES - 1]]
+
+
+def _near(value: int, least: int, most: int) -> dict[int, int]:
+    """Neighbour -> steps from `value`: itself, and powers of two up to a fourth and four times of it."""
+    below = power_of_two(value + 1) // 2  # value, or the power of two below it
+    steps = {
+        n: abs(n.bit_length() - value.bit_length()) or 1 for n in (below // 4, below // 2, below, 2 * below, 4 * below)
+    }
+    return {value: 0} | {n: away for n, away in steps.items() if n != value and least <= n <= most}
 
 
 def tuning_key(q, k, table, v_dim: int, options: Options) -> str:

@@ -1,6 +1,7 @@
 """How the kernels of kv_write see a call: flat rows, their parts, and how the work is cut. Shapes only, no kernel."""
 
 import dataclasses
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from pallas_kernels.arguments import power_of_two
 # a replay of SGLang's own traces writes slots 1 .. page_size - 1 too. No allocator hands those out.
 FIRST_WRITABLE = 1
 VECTOR = 16  # bytes that a thread of a GPU moves at once
+MOST_CANDIDATES = 48  # that a search times
 FLOATS = tuple(jnp.dtype(name) for name in ("float32", "bfloat16", "float16"))
 
 
@@ -74,6 +76,11 @@ class Config:
     columns: int
     num_warps: int
 
+    def __post_init__(self):
+        for name, value in dataclasses.asdict(self).items():
+            if value < 1 or value & (value - 1):
+                raise ValueError(f"{name} is {value}; a power of two was expected.")
+
 
 def default_config(leaves: tuple[Any, ...], values: tuple[tuple[Any, ...], ...], loc: Any) -> Config:
     """16 bytes a thread and at most 128 threads, over as many programs as a small batch can give a GPU."""
@@ -88,6 +95,38 @@ def default_config(leaves: tuple[Any, ...], values: tuple[tuple[Any, ...], ...],
 def chosen_config(leaves: tuple[Any, ...], values: tuple[tuple[Any, ...], ...], loc: Any) -> Config:
     """The config that a search on this kind of device found, else the default."""
     return tuning.chosen("kv_write", tuning_key(leaves, values, loc), default_config(leaves, values, loc))
+
+
+def candidates(leaves: tuple[Any, ...], values: tuple[tuple[Any, ...], ...], loc: Any) -> list[Config]:
+    """What a search times: the default, then tiles of another shape or size, the nearest first.
+
+    At most MOST_CANDIDATES, powers of two all. No tile is larger than the rows and columns that there are, and a thread
+    has from one value to eight vectors.
+    """
+    default = default_config(leaves, values, loc)
+    widest = max(math.prod(part.shape[1:]) for parts in values for part in parts)
+    vector = VECTOR // leaves[0].dtype.itemsize
+    near = (
+        _near(default.tokens, power_of_two(loc.shape[0])),
+        _near(default.columns, power_of_two(widest)),
+        _near(default.num_warps, 8),
+    )
+    found = {
+        Config(*sizes): sum(steps[size] for steps, size in zip(near, sizes, strict=True))
+        for sizes in itertools.product(*near)
+    }
+
+    def useful(config: Config) -> bool:
+        return 1 <= config.tokens * config.columns / (32 * config.num_warps) <= 8 * vector
+
+    others = sorted((c for c in found if c != default and useful(c)), key=lambda config: found[config])  # ties: as made
+    return [default, *others[: MOST_CANDIDATES - 1]]
+
+
+def _near(value: int, most: int) -> dict[int, int]:
+    """Neighbour -> doublings or halvings from `value`, at most three, within 1 .. most (or `value`)."""
+    first = value.bit_length() - 1
+    return {2**n: abs(n - first) for n in range(max(0, first - 3), first + 4) if n == first or 2**n <= most}
 
 
 def tuning_key(leaves: tuple[Any, ...], values: tuple[tuple[Any, ...], ...], loc: Any) -> str:

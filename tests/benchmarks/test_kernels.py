@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import kernels
 from benchmarks.__main__ import main
-from benchmarks.kernels import Shape
+from benchmarks.shapes import SHAPES, Shape
 
 
 @pytest.mark.parametrize("shape", [Shape(4, 2, 32, batch=2, context=64)], ids=["decode"])
@@ -22,8 +22,8 @@ def test_everything_that_is_timed_computes_the_same(shape):
 
 
 def test_bytes_are_those_of_the_rows():
-    assert kernels.kv_bytes(kernels.SHAPES["Llama-3-8B decode"]) == 64 * 4096 * 2 * 8 * 128 * 2
-    assert kernels.kv_bytes(kernels.SHAPES["DeepSeek-V3 decode"]) == 64 * 4096 * 576 * 2
+    assert kernels.kv_bytes(SHAPES["Llama-3-8B decode"]) == 64 * 4096 * 2 * 8 * 128 * 2
+    assert kernels.kv_bytes(SHAPES["DeepSeek-V3 decode"]) == 64 * 4096 * 576 * 2
 
 
 def test_without_a_gpu_a_sentence_says_that_nothing_was_measured(capsys):

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks.kernels import SHAPES, Shape, kv_bytes
+from benchmarks.kernels import kv_bytes
+from benchmarks.shapes import SHAPES, Shape
 from kvjax.compiled import compile_for, inspect
 from kvjax.compiled.resources import compile_for_h200
 from pallas_kernels.attention.options import prepare

@@ -76,6 +76,10 @@ GOOD = {"format": 1, "device_kind": H200, "kernels": {"kv_write": {"a": dataclas
         (GOOD | {"kernels": {"kv_write": {"a": {"tokens": 1}}}}, "is no Config with the fields columns, num_warps"),
         (GOOD | {"kernels": {"kv_write": {"a": dataclasses.asdict(FAST) | {"tokens": 0}}}}, "tokens is 0"),
         (GOOD | {"kernels": {"kv_write": {"a": dataclasses.asdict(FAST) | {"tokens": "2"}}}}, "tokens is '2'"),
+        (
+            GOOD | {"kernels": {"kv_write": {"a": dataclasses.asdict(FAST) | {"tokens": 3}}}},
+            "tokens is 3; a power of two",
+        ),
         (GOOD | {"kernels": {"kv_write": {"a": [1, 2, 3]}}}, "is no Config"),
     ],
 )
