@@ -57,7 +57,7 @@ def ledger(shape: Shape) -> Ledger:
 
 @functools.cache
 def by_kvjax(operation: str, shape: Shape):
-    """The jax.numpy code of kvjax.extend and kvjax.steps, as a function of arrays -> (arrays that it updates, other results)."""
+    """The jax.numpy code of kvjax, as a function of arrays -> (arrays that it updates, other results)."""
 
     @jax.jit
     def call(books: Books, *lanes: jax.Array):
