@@ -22,6 +22,11 @@ def power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def warps_of(batch: int) -> int:
+    """Warps of a program that has one thread for each of `batch` lanes: a power of two, at most 8."""
+    return min(8, max(1, power_of_two(batch) // 32))
+
+
 def from_top(stack: jax.Array, free_count: jax.Array, depth: jax.Array, width: int) -> jax.Array:
     """stack[free_count - 1 - depth]: the page that is handed out as the depth-th next, i32, shape of depth.
 

@@ -30,8 +30,8 @@ def doubled(monkeypatch):
         "pallas_triton": module(2),
         "mosaic": module(3, unsupported=long_rows),
     }
-    monkeypatch.setitem(registry.TABLE, "doubled", {name: name for name in modules})
-    monkeypatch.setattr(registry, "_module", lambda _, implementation: modules[implementation])
+    monkeypatch.setitem(registry.TABLE, "doubled", {name: f"{name}:doubled" for name in modules})
+    monkeypatch.setattr(registry, "_module", modules.__getitem__)
     return modules
 
 
