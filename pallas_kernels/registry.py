@@ -35,10 +35,12 @@ _ATTENTION = {
 TABLE: dict[str, dict[str, str]] = {
     "alloc_decode": {
         "xla": "alloc_decode.reference:alloc_decode",
+        "triton": "alloc_decode.triton:alloc_decode",
         "pallas_triton": "alloc_decode.pallas_triton:alloc_decode",
     },
     "alloc_extend": {
         "xla": "alloc_extend.reference:alloc_extend",
+        "triton": "alloc_extend.triton:alloc_extend",
         "pallas_triton": "alloc_extend.pallas_triton:alloc_extend",
     },
     "ledger_decode": {

@@ -15,7 +15,16 @@ from pallas_kernels import jax_triton_adapter
 from pallas_kernels.books import Books, aliases
 from pallas_kernels.books import unsupported as unsupported  # for the registry
 from pallas_kernels.ledger_extend import EXTENDED
-from pallas_kernels.triton_books import exclusive, live_rows, only_if, table_entry, taken_pages, twins, wrapped
+from pallas_kernels.triton_books import (
+    exclusive,
+    live_rows,
+    only_if,
+    slots_of,
+    table_entry,
+    taken_pages,
+    twins,
+    wrapped,
+)
 from pallas_kernels.triton_pages import block_size, give_back
 
 NEW_ROW = tl.constexpr(-1)
@@ -161,18 +170,11 @@ def _kernel(
     tokens = tl.where(good, tokens, 0)
     for start in range(0, tokens, BLOCK):
         token = start + tl.arange(0, BLOCK)
-        mine = (begin[None, :] <= token[:, None]) & (token[:, None] < end[None, :])
+        slot, position, mine = slots_of(
+            token, tokens, begin, end, prefix, started, first, last, pages, free, head, PAGES, PAGE, RING
+        )
         of_row = tl.sum(tl.where(mine, row[None, :], 0), 1)
-        position = token + tl.sum(tl.where(mine, (prefix - begin)[None, :], 0), 1)
-        follow = position + tl.sum(tl.where(mine, (last + 1 - prefix)[None, :], 0), 1)
-        # Pages that the row touches before this one, minus those it had before the call, plus the lanes before.
-        fresh_from = tl.sum(tl.where(mine, started[None, :], 0), 1)
-        rank = position // PAGE - fresh_from + tl.sum(tl.where(mine, first[None, :], 0), 1)
-        fresh = (position // PAGE >= fresh_from) & (token < tokens)
-        index = wrapped(head, rank, PAGES) if RING else free - 1 - rank
-        slot = tl.load(pages + index, mask=fresh, other=0) * PAGE + position % PAGE
-        slot = tl.where(fresh, slot, follow)
-        tl.store(loc + token, tl.where(token < tokens, slot, 0), mask=token < CAPACITY)
+        tl.store(loc + token, slot, mask=token < CAPACITY)
         tl.store(table_entry(table, of_row, position, WIDTH), slot, mask=token < tokens)
     for start in range(tl.cdiv(tokens, BLOCK) * BLOCK, CAPACITY, BLOCK):
         token = start + tl.arange(0, BLOCK)
