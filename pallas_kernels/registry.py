@@ -24,7 +24,8 @@ from pallas_kernels import jax_triton_adapter
 
 NAMES = ("xla", "triton", "pallas_triton", "mosaic")
 PALLAS = ("pallas_triton", "mosaic")  # run interpreted too
-BEST_ON_A_GPU = ("triton", "pallas_triton")  # in this order, "xla" where neither can
+# In this order, "xla" where none can. "mosaic" is for what the others leave on a JAX without a working jax-triton.
+BEST_ON_A_GPU = ("triton", "pallas_triton", "mosaic")
 
 # operation -> implementation -> "module of this package:function".
 _ATTENTION = {
@@ -62,6 +63,7 @@ TABLE: dict[str, dict[str, str]] = {
         "xla": "kv_write.reference:kv_write",
         "triton": "kv_write.triton:kv_write",
         "pallas_triton": "kv_write.pallas_triton:kv_write",
+        "mosaic": "kv_write.mosaic:kv_write",
     },
     "paged_decode_gqa": _ATTENTION,
     "paged_decode_mla": _ATTENTION,
@@ -164,7 +166,8 @@ def _why_not(operation: str, implementation: str, arrays: tuple[Any, ...], stati
 def _refused(operation: str, name: str, interpret: bool, arrays: tuple[Any, ...], static: dict[str, Any]) -> str | None:
     """Why a named choice is refused, with the way out."""
     have = _implementations(operation)
-    choose = f"choose one of {', '.join(map(repr, available(operation)))}, or None for the best of the platform"
+    others = ", ".join(repr(other) for other in available(operation) if other != name)
+    choose = f"choose one of {others}, or None for the best of the platform"
     if name not in NAMES:
         return f"implementation={name!r} is not one of {', '.join(NAMES)}; {choose}"
     if name not in have:

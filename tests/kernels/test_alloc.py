@@ -1,6 +1,7 @@
 """alloc_extend and alloc_decode: every implementation, the same shapes, against a model written token by token."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -122,9 +123,10 @@ def random_extend(shape):
     num_pages = capacity // page_size + 2 * batch + 1
     for case in range(6 if shape in BIG else 30):
         stack = make_stack(rng, num_pages)
-        lanes = lengths(rng, batch, page_size, int(rng.integers(0, capacity + 1 + capacity // 8)))
+        prefix, seq, last = lengths(rng, batch, page_size, int(rng.integers(0, capacity + 1 + capacity // 8)))
         free = num_pages if case % 2 else int(rng.integers(0, num_pages // 2 + 1))
-        yield (stack, np.int32(free), *lanes), static, model_extend(stack, free, *lanes, page_size, capacity)
+        want = model_extend(stack, free, prefix, seq, last, page_size, capacity)
+        yield (stack, np.int32(free), prefix, seq, last), static, want
 
 
 def exact_extend():
@@ -241,7 +243,9 @@ def calls_of_triton(operation, name):
 @pytest.fixture(scope="module")
 def by_triton():
     """(operation, calls) -> results, and fault -> results, from one process of Triton's interpreter."""
-    asked = {(operation, name): (f"pallas_kernels.{operation}.triton", operation, {}) for operation, name in ALL}
+    asked: dict[Any, Any] = {
+        (operation, name): (f"pallas_kernels.{operation}.triton", operation, {}) for operation, name in ALL
+    }
     for fault, (operation, name, old, new) in FAULTS.items():
         change = {"operation": operation, "path": f"pallas_kernels/{operation}/triton.py", "old": old, "new": new}
         asked[operation, name, fault] = ("tests.kernels.mutants", "call", change)
