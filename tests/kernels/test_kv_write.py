@@ -325,5 +325,7 @@ def test_mosaic_writes_many_pools_under_vmap():
         how = {"dtype": kind, "implementation": implementation, "interpret": interpret}
         return kv_write((leaf,), ((value,),), loc, **how)[0]
 
-    many = [jax.vmap(functools.partial(write, *how))(leaves, values, loc) for how in (("xla", False), ("mosaic", True))]
-    np.testing.assert_array_equal(*many)
+    want, got = (
+        jax.vmap(functools.partial(write, *how))(leaves, values, loc) for how in (("xla", False), ("mosaic", True))
+    )
+    np.testing.assert_array_equal(got, want)
