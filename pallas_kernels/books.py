@@ -17,7 +17,6 @@ from pallas_kernels.arguments import power_of_two
 COMMITTED, ALLOCATED, OWNED_FROM = range(3)  # columns of `lens`
 FREE_ROWS, ROW_FAULTS = range(2)  # entries of `row_counters`
 HEAD = 0  # entry of `counters` with a ring, whose other entries stand one place later than a stack's
-MOST_LANES = 1024  # lanes of a call: one program holds them all
 OTHERS = 16  # lanes that are compared with all lanes at once
 
 
@@ -94,9 +93,4 @@ def check(books: Books, page_size: int) -> None:
         )
 
 
-def unsupported(*arrays: jax.Array, **_: int) -> str | None:
-    """Why a call has no kernel, for `registry`; each kernel of a ledger has this function in its module."""
-    batch = arrays[-1].shape[0]
-    if batch <= MOST_LANES:
-        return None
-    return f"one program serves a whole call of at most {MOST_LANES} lanes, and this one has {batch}"
+unsupported = arguments.at_most(1024)  # of every kernel of a ledger

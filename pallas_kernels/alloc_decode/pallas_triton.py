@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.arguments import power_of_two, warps_of
+from pallas_kernels.arguments import at_most, power_of_two, warps_of
 
 
 def _kernel(stack, free_count, seq_lens, last_loc, active, loc, new_pages, ok, *, page_size: int):
@@ -37,6 +37,9 @@ def _kernel(stack, free_count, seq_lens, last_loc, active, loc, new_pages, ok, *
     plgpu.store(loc.at[lane], jnp.where(listed & enough, slot, 0))
     new_pages[()] = jnp.where(enough, total, 0)
     ok[()] = enough
+
+
+unsupported = at_most(4096)  # with more, ptxas spills
 
 
 def alloc_decode(

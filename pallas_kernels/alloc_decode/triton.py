@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from pallas_kernels import jax_triton_adapter
-from pallas_kernels.arguments import power_of_two, warps_of
+from pallas_kernels.arguments import at_most, power_of_two, warps_of
 from pallas_kernels.triton_books import exclusive, only_if
 
 
@@ -45,6 +45,9 @@ def _kernel(
     tl.store(loc + lane, tl.where(only_if(good, listed), slot, 0), mask=real)
     tl.store(new_pages, tl.where(good, total, 0))
     tl.store(ok, good)
+
+
+unsupported = at_most(4096)  # with more, ptxas spills
 
 
 def alloc_decode(

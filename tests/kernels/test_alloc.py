@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax.compat import traced_for
 from kvjax.compiled import compile_for, inspect
 from pallas_kernels import registry
 from pallas_kernels.alloc_decode import alloc_decode
@@ -421,6 +422,21 @@ def test_a_named_implementation_that_cannot_run_is_refused(implementation, inter
     arrays = i32(1, 2), i32(2)[0], i32(3), i32(6), jnp.ones(1, bool)
     with pytest.raises(ValueError, match=reason):
         alloc_decode(*arrays, page_size=4, implementation=implementation, interpret=interpret)
+
+
+def test_more_lanes_than_registers_hold_are_refused_or_left_to_xla():
+    lanes = np.zeros(4097, np.int32)
+    arrays = np.ones(3, np.int32), np.int32(3), lanes, lanes
+    extend = functools.partial(alloc_extend, *arrays, lanes, page_size=4, capacity=8)
+    decode = functools.partial(alloc_decode, *arrays, lanes > 0, page_size=4)
+    for call in (extend, decode):
+        with traced_for("NVIDIA H200", 132, "cuda"):
+            for name in ("triton", "pallas_triton"):
+                with pytest.raises(ValueError, match=f"{name}' cannot be used: .*at most 4096 lanes, and this one has"):
+                    call(implementation=name)
+            text = str(jax.make_jaxpr(call)())
+        assert "pallas_call" not in text
+        assert "triton" not in text
 
 
 @pytest.mark.parametrize(
