@@ -1,5 +1,6 @@
 """What the operations of this package share: argument checks on the host, arithmetic on counts that are >= 0."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,6 +21,26 @@ def ceil_div(x: jax.Array, d: int) -> jax.Array:
 def power_of_two(n: int) -> int:
     """The smallest power of two >= n >= 1."""
     return 1 << (n - 1).bit_length()
+
+
+def warps_of(batch: int) -> int:
+    """Warps of a program that has one thread for each of `batch` lanes: a power of two, at most 8."""
+    return min(8, max(1, power_of_two(batch) // 32))
+
+
+def at_most(lanes: int) -> Callable[..., str | None]:
+    """The `unsupported` (see `registry`) of kernels that hold all lanes of a call in registers.
+
+    The last array of a call has one entry per lane.
+    """
+
+    def unsupported(*arrays: jax.Array, **_: int) -> str | None:
+        batch = arrays[-1].shape[0]
+        if batch <= lanes:
+            return None
+        return f"a program holds the lanes of a whole call, at most {lanes} lanes, and this one has {batch}"
+
+    return unsupported
 
 
 def from_top(stack: jax.Array, free_count: jax.Array, depth: jax.Array, width: int) -> jax.Array:

@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import arguments
+from pallas_kernels.arguments import power_of_two
 
 COMMITTED, ALLOCATED, OWNED_FROM = range(3)  # columns of `lens`
 FREE_ROWS, ROW_FAULTS = range(2)  # entries of `row_counters`
 HEAD = 0  # entry of `counters` with a ring, whose other entries stand one place later than a stack's
-MOST_LANES = 1024  # lanes of a call: one program holds them all
+OTHERS = 16  # lanes that are compared with all lanes at once
 
 
 class Books(NamedTuple):
@@ -42,6 +43,33 @@ class Books(NamedTuple):
         """Entry of `counters` that counts the free pages; faults stand two places later."""
         return int(self.ring)
 
+    def sizes(self, batch: int, page_size: int) -> dict[str, int]:
+        """What every Triton kernel of a ledger has as tl.constexpr, for a call of `batch` lanes."""
+        lanes = power_of_two(batch)
+        rows, width = self.req_to_token.shape
+        return {
+            "BATCH": batch,
+            "LANES": lanes,
+            "OTHERS": min(OTHERS, lanes),
+            "ROWS": rows,
+            "WIDTH": width,
+            "PAGES": self.pages.shape[0],
+            "PAGE": page_size,
+            "RING": self.ring,
+        }
+
+    def shapes(self, fields: tuple[str, ...]) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shape and dtype of these fields, as results of a kernel that updates them."""
+        return tuple(jax.ShapeDtypeStruct(getattr(self, f).shape, jnp.int32) for f in fields)
+
+
+def aliases(updated: tuple[str, ...]) -> dict[int, int]:
+    """Argument -> result of the fields that a kernel updates in place.
+
+    A kernel takes the whole of Books first, and returns the fields that it updates first, in the order named here.
+    """
+    return {Books._fields.index(field): result for result, field in enumerate(updated)}
+
 
 def check(books: Books, page_size: int) -> None:
     """ValueError unless the arrays fit each other and the page size."""
@@ -65,8 +93,4 @@ def check(books: Books, page_size: int) -> None:
         )
 
 
-def too_many_lanes(batch: int) -> str | None:
-    """Why a call of `batch` lanes has no kernel; None where it has one."""
-    if batch <= MOST_LANES:
-        return None
-    return f"one program serves a whole call of at most {MOST_LANES} lanes, and this one has {batch}"
+unsupported = arguments.at_most(1024)  # of every kernel of a ledger

@@ -36,7 +36,7 @@ def why_not() -> str | None:
 
 @functools.cache
 def _why_not(jax_version: str) -> str | None:
-    if _numbers(jax_version) >= (0, 12):
+    if version_numbers(jax_version) >= (0, 12):
         return (
             f"jax-triton's triton_call fails under jit with JAX {jax_version}, whose rules for dead code have another "
             "form; it works with JAX 0.10 and 0.11"
@@ -104,7 +104,7 @@ def call(
 
     options = {"kernel": kernel, "grid": grid, "num_warps": num_warps, "num_stages": num_stages}
     options["compute_capability"] = compute_capability()
-    if _numbers(version("jax-triton")) < (0, 4):
+    if version_numbers(version("jax-triton")) < (0, 4):
         _assemble_with_cuda_12()
         updated = [jax.ShapeDtypeStruct(arrays[i].shape, arrays[i].dtype) for i in in_place]
         aliases = {position: len(out_shapes) + n for n, position in enumerate(in_place)}
@@ -154,7 +154,7 @@ def _parameters(kernel: Any) -> list[str]:
     return list(kernel.arg_names)
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def version_numbers(text: str) -> tuple[int, ...]:
     """(0, 12) of "0.12.0.dev1"."""
     return tuple(int(part) for part in text.split(".")[:2])
 

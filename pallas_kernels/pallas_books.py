@@ -15,8 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.arguments import div, power_of_two
-
-OTHERS = 16  # lanes that are compared with all lanes at once
+from pallas_kernels.books import OTHERS
 
 
 def store(ref, at: tuple[jax.Array, ...], value: jax.Array, mask: jax.Array, interpret: bool) -> None:

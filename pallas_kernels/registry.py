@@ -5,9 +5,9 @@ replaced. The platform is that of the device the program is traced for: the ambi
 (`kvjax.compiled.compile_for` sets it, so that a step compiled on a CPU machine for a GPU gets the GPU's kernel),
 otherwise it is the default backend of this process.
 
-An implementation is a module in the folder of its operation, with a function that carries the operation's name. It may
-also have `unsupported(*arrays, **static) -> str | None`, called with the arguments of that function (of the arrays only
-shape and dtype count): a sentence when it cannot do this call. None passes over it, a named choice raises it.
+An implementation is a function. Its module may also have `unsupported(*arrays, **static) -> str | None`, called with
+the arguments of that function (of the arrays only shape and dtype count): a sentence when it cannot do this call. None
+passes over it, a named choice raises it.
 
 This package imports nothing from kvjax: kvjax is built on it.
 """
@@ -24,19 +24,50 @@ from pallas_kernels import jax_triton_adapter
 
 NAMES = ("xla", "triton", "pallas_triton", "mosaic")
 PALLAS = ("pallas_triton", "mosaic")  # run interpreted too
-BEST_ON_A_GPU = ("triton", "pallas_triton")  # in this order, "xla" where neither can
+# In this order, "xla" where none can. "mosaic" is for what the others leave on a JAX without a working jax-triton.
+BEST_ON_A_GPU = ("triton", "pallas_triton", "mosaic")
 
-# operation -> implementation -> module of the operation's folder.
+# operation -> implementation -> "module of this package:function".
+_ATTENTION = {
+    "xla": "attention.reference:attend",
+    "triton": "attention.triton:attend",
+    "pallas_triton": "attention.pallas_triton:attend",
+}
 TABLE: dict[str, dict[str, str]] = {
-    "alloc_decode": {"xla": "reference", "pallas_triton": "pallas_triton"},
-    "alloc_extend": {"xla": "reference", "pallas_triton": "pallas_triton"},
-    "ledger_decode": {"xla": "reference", "triton": "triton", "pallas_triton": "pallas_triton"},
-    "ledger_extend": {"xla": "reference", "triton": "triton", "pallas_triton": "pallas_triton"},
-    "release": {"xla": "reference", "triton": "triton", "pallas_triton": "pallas_triton"},
-    "kv_write": {"xla": "reference", "triton": "triton", "pallas_triton": "pallas_triton"},
-    "paged_decode_gqa": {"xla": "reference", "triton": "triton", "pallas_triton": "pallas_triton"},
-    "paged_decode_mla": {"xla": "reference", "triton": "triton", "pallas_triton": "pallas_triton"},
-    "paged_extend": {"xla": "reference", "triton": "triton", "pallas_triton": "pallas_triton"},
+    "alloc_decode": {
+        "xla": "alloc_decode.reference:alloc_decode",
+        "triton": "alloc_decode.triton:alloc_decode",
+        "pallas_triton": "alloc_decode.pallas_triton:alloc_decode",
+    },
+    "alloc_extend": {
+        "xla": "alloc_extend.reference:alloc_extend",
+        "triton": "alloc_extend.triton:alloc_extend",
+        "pallas_triton": "alloc_extend.pallas_triton:alloc_extend",
+    },
+    "ledger_decode": {
+        "xla": "ledger_decode.reference:ledger_decode",
+        "triton": "ledger_decode.triton:ledger_decode",
+        "pallas_triton": "ledger_decode.pallas_triton:ledger_decode",
+    },
+    "ledger_extend": {
+        "xla": "ledger_extend.reference:ledger_extend",
+        "triton": "ledger_extend.triton:ledger_extend",
+        "pallas_triton": "ledger_extend.pallas_triton:ledger_extend",
+    },
+    "release": {
+        "xla": "release.reference:release",
+        "triton": "release.triton:release",
+        "pallas_triton": "release.pallas_triton:release",
+    },
+    "kv_write": {
+        "xla": "kv_write.reference:kv_write",
+        "triton": "kv_write.triton:kv_write",
+        "pallas_triton": "kv_write.pallas_triton:kv_write",
+        "mosaic": "kv_write.mosaic:kv_write",
+    },
+    "paged_decode_gqa": _ATTENTION,
+    "paged_decode_mla": _ATTENTION,
+    "paged_extend": _ATTENTION,
 }
 
 
@@ -96,12 +127,13 @@ def _implementations(operation: str) -> dict[str, str]:
     return TABLE[operation]
 
 
-def _module(operation: str, implementation: str) -> Any:
-    return import_module(f"pallas_kernels.{operation}.{TABLE[operation][implementation]}")
+def _module(name: str) -> Any:
+    return import_module(f"pallas_kernels.{name}")
 
 
 def _load(operation: str, implementation: str) -> Callable[..., Any]:
-    return getattr(_module(operation, implementation), operation)
+    module, function = TABLE[operation][implementation].split(":")
+    return getattr(_module(module), function)
 
 
 def _not_installed(implementation: str) -> str | None:
@@ -126,14 +158,16 @@ def _why_not(operation: str, implementation: str, arrays: tuple[Any, ...], stati
             jax_triton_adapter.compute_capability()
         except ValueError as error:
             return str(error)
-    unsupported = getattr(_module(operation, implementation), "unsupported", None)
+    module, _ = TABLE[operation][implementation].split(":")
+    unsupported = getattr(_module(module), "unsupported", None)
     return None if unsupported is None else unsupported(*arrays, **static)
 
 
 def _refused(operation: str, name: str, interpret: bool, arrays: tuple[Any, ...], static: dict[str, Any]) -> str | None:
     """Why a named choice is refused, with the way out."""
     have = _implementations(operation)
-    choose = f"choose one of {', '.join(map(repr, available(operation)))}, or None for the best of the platform"
+    others = ", ".join(repr(other) for other in available(operation) if other != name)
+    choose = f"choose one of {others}, or None for the best of the platform"
     if name not in NAMES:
         return f"implementation={name!r} is not one of {', '.join(NAMES)}; {choose}"
     if name not in have:

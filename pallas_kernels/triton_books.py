@@ -1,4 +1,5 @@
-"""What the Triton kernels of a ledger's operations do alike: who is live, what is free, which lanes say the same.
+"""What the Triton kernels of the allocation and of a ledger do alike: who is live, what is free, which lanes say the
+same, which slots new tokens get.
 
 One program serves a whole call, one lane per request. Lanes that pad the batch to a power of two hold row 0, and
 nothing is stored for them.
@@ -26,6 +27,12 @@ def exclusive(values):
 def floor_div(x, d: tl.constexpr):
     """x // d rounded down; Triton's own rounds towards 0."""
     return tl.where(x < 0, -1 - (-1 - x) // d, x // d)
+
+
+@triton.jit
+def ceil_div(x, d: tl.constexpr):
+    """ceil(x / d) for x >= 0; the sum in Triton's own could pass int32."""
+    return x // d + (x % d != 0).to(tl.int32)
 
 
 @triton.jit
@@ -80,3 +87,37 @@ def twins(rows, active, row, lane, BATCH: tl.constexpr, WIDTH: tl.constexpr, MAS
         before = tl.maximum(before, tl.max((same & (other[None, :] < lane[:, None])).to(tl.int32), 1))
         behind = tl.maximum(behind, tl.max((same & (other[None, :] > lane[:, None])).to(tl.int32), 1))
     return before > 0, behind > 0
+
+
+@triton.jit
+def slots_of(
+    token,
+    total,
+    begin,
+    end,
+    prefix,
+    started,
+    first,
+    last,
+    pages,
+    free,
+    head,
+    PAGES: tl.constexpr,
+    PAGE: tl.constexpr,
+    RING: tl.constexpr,
+):
+    """(slot, position in its row, bool[tokens, lanes] of whose it is) of some of the `total` new tokens of a call.
+
+    Of each lane: its tokens begin .. end - 1, the length of its prefix and the pages that this touches, the rank of its
+    first new page, and the slot before its first token. The slot is 0 from token `total` on.
+    """
+    mine = (begin[None, :] <= token[:, None]) & (token[:, None] < end[None, :])
+    position = token + tl.sum(tl.where(mine, (prefix - begin)[None, :], 0), 1)
+    follow = position + tl.sum(tl.where(mine, (last + 1 - prefix)[None, :], 0), 1)
+    # Pages that the row touches before this one, minus those it had before the call, plus the lanes before.
+    fresh_from = tl.sum(tl.where(mine, started[None, :], 0), 1)
+    rank = position // PAGE - fresh_from + tl.sum(tl.where(mine, first[None, :], 0), 1)
+    fresh = (position // PAGE >= fresh_from) & (token < total)
+    index = wrapped(head, rank, PAGES) if RING else free - 1 - rank
+    slot = tl.load(pages + index, mask=fresh, other=0) * PAGE + position % PAGE
+    return tl.where(token < total, tl.where(fresh, slot, follow), 0), position, mine

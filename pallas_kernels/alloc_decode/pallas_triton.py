@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.arguments import power_of_two
+from pallas_kernels.arguments import at_most, power_of_two, warps_of
 
 
 def _kernel(stack, free_count, seq_lens, last_loc, active, loc, new_pages, ok, *, page_size: int):
@@ -39,6 +39,9 @@ def _kernel(stack, free_count, seq_lens, last_loc, active, loc, new_pages, ok, *
     ok[()] = enough
 
 
+unsupported = at_most(4096)  # with more, ptxas spills
+
+
 def alloc_decode(
     stack: jax.Array,
     free_count: jax.Array,
@@ -58,7 +61,7 @@ def alloc_decode(
             jax.ShapeDtypeStruct((), jnp.int32),
             jax.ShapeDtypeStruct((), jnp.bool_),
         ),
-        compiler_params=plgpu.CompilerParams(num_warps=min(8, max(1, power_of_two(batch) // 32)), num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=warps_of(batch), num_stages=1),
         interpret=interpret,
         name="alloc_decode",
     )(stack, free_count, seq_lens, last_loc, active)

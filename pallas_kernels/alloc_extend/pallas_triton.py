@@ -14,15 +14,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.arguments import ceil_div, div, power_of_two
-
-COMPARISONS = 4_096  # tokens x lanes that one program compares: 32 per thread, which ptxas keeps in registers
-
-
-def block_size(batch: int, capacity: int) -> int:
-    """Output tokens per program: a power of two that is not larger than the output."""
-    block = max(4, min(256, COMPARISONS // power_of_two(batch)))
-    return min(block, power_of_two(capacity + 1) // 2)
+from pallas_kernels.alloc_extend.plan import WARPS, block_size
+from pallas_kernels.arguments import at_most, ceil_div, div, power_of_two
 
 
 def first_token(program, block: int, capacity: int):
@@ -65,6 +58,9 @@ def _kernel(stack, free_count, prefix_lens, seq_lens, last_loc, loc, new_pages, 
         ok[()] = enough
 
 
+unsupported = at_most(4096)  # with more, ptxas spills
+
+
 def alloc_extend(
     stack: jax.Array,
     free_count: jax.Array,
@@ -86,7 +82,7 @@ def alloc_extend(
             jax.ShapeDtypeStruct((), jnp.bool_),
         ),
         grid=(pl.cdiv(capacity, block),),
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
         interpret=interpret,
         name="alloc_extend",
     )(stack, free_count, prefix_lens, seq_lens, last_loc)

@@ -55,12 +55,12 @@ def unsupported(leaves: tuple[Any, ...], values: tuple[tuple[Any, ...], ...], lo
     for part in flat:
         if part.dtype not in (*FLOATS, dtype):
             return f"values of {part.dtype} are not converted to {dtype}; cast them to float32 first"
-    if dtype == jnp.float8_e4m3fn and _capability() < 89:
-        return f"{dtype} needs compute capability 8.9 and this GPU has {_capability() / 10}"
+    if dtype == jnp.float8_e4m3fn and capability() < 89:
+        return f"{dtype} needs compute capability 8.9 and this GPU has {capability() / 10}"
     return None if loc.shape[0] else "there are no rows to write"
 
 
-def _capability() -> int:
+def capability() -> int:
     """Compute capability of the GPU traced for, the newest where there is none (interpreted) or none that is known."""
     try:
         return jax_triton_adapter.compute_capability()

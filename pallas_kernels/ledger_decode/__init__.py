@@ -36,5 +36,8 @@ def ledger_decode(
     else:
         arguments.check_lanes({"active": jnp.bool_}, rows=rows, active=active)
     arrays = registry.call("ledger_decode", implementation, interpret, *books, rows, active, page_size=page_size)
-    table, lens, counters, loc, positions, ok = arrays
-    return books._replace(req_to_token=table, lens=lens, counters=counters), loc, positions, ok
+    *updated, loc, positions, ok = arrays
+    return books._replace(**dict(zip(DECODED, updated, strict=True))), loc, positions, ok
+
+
+DECODED = ("req_to_token", "lens", "counters")  # what it updates

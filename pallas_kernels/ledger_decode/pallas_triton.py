@@ -16,8 +16,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.arguments import power_of_two
-from pallas_kernels.books import ALLOCATED, COMMITTED, FREE_ROWS, HEAD, OWNED_FROM, Books, too_many_lanes
+from pallas_kernels.arguments import warps_of
+from pallas_kernels.books import ALLOCATED, COMMITTED, FREE_ROWS, HEAD, OWNED_FROM, Books, aliases
+from pallas_kernels.books import unsupported as unsupported  # for the registry
+from pallas_kernels.ledger_decode import DECODED
 from pallas_kernels.pallas_books import (
     barrier,
     exclusive,
@@ -90,28 +92,15 @@ def _kernel(*refs, page_size: int, interpret: bool):
     ok[()] = good
 
 
-def unsupported(*arrays: jax.Array, **_: int) -> str | None:
-    """Why this call has no kernel; None where it has one."""
-    return too_many_lanes(arrays[-1].shape[0])
-
-
 def ledger_decode(*arrays: jax.Array, page_size: int, interpret: bool = False) -> tuple[jax.Array, ...]:
-    """See `pallas_kernels.ledger_decode`. Returns (req_to_token, lens, counters, loc, positions, ok)."""
+    """See `pallas_kernels.ledger_decode`. Returns the arrays of DECODED, then (loc, positions, ok)."""
     *state, rows, _ = arrays
-    books, lanes = Books(*state), jax.ShapeDtypeStruct(rows.shape, jnp.int32)
-    kept = (books.req_to_token, books.lens, books.counters)
-    fields = Books._fields
-    at = (fields.index("req_to_token"), fields.index("lens"), fields.index("counters"))
+    lanes = jax.ShapeDtypeStruct(rows.shape, jnp.int32)
     return pl.pallas_call(
         functools.partial(_kernel, page_size=page_size, interpret=interpret),
-        out_shape=(
-            *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in kept),
-            lanes,
-            lanes,
-            jax.ShapeDtypeStruct((), jnp.bool_),
-        ),
-        input_output_aliases={argument: result for result, argument in enumerate(at)},
-        compiler_params=plgpu.CompilerParams(num_warps=min(8, max(1, power_of_two(rows.shape[0]) // 32)), num_stages=1),
+        out_shape=(*Books(*state).shapes(DECODED), lanes, lanes, jax.ShapeDtypeStruct((), jnp.bool_)),
+        input_output_aliases=aliases(DECODED),
+        compiler_params=plgpu.CompilerParams(num_warps=warps_of(rows.shape[0]), num_stages=1),
         interpret=interpret,
         name="ledger_decode",
     )(*arrays)

@@ -20,7 +20,7 @@ from pallas_kernels.reference_books import (
 
 
 def ledger_decode(*arrays: jax.Array, page_size: int) -> tuple[jax.Array, ...]:
-    """See `pallas_kernels.ledger_decode`. Returns (req_to_token, lens, counters, loc, positions, ok)."""
+    """See `pallas_kernels.ledger_decode`. Returns the arrays of DECODED, then (loc, positions, ok)."""
     *state, rows, active = arrays
     books = Books(*state)
     table = books.req_to_token

@@ -12,8 +12,10 @@ import triton
 import triton.language as tl
 
 from pallas_kernels import jax_triton_adapter
-from pallas_kernels.arguments import power_of_two
-from pallas_kernels.books import Books, too_many_lanes
+from pallas_kernels.arguments import warps_of
+from pallas_kernels.books import Books, aliases
+from pallas_kernels.books import unsupported as unsupported  # for the registry
+from pallas_kernels.ledger_decode import DECODED
 from pallas_kernels.triton_books import exclusive, live_rows, only_if, table_entry, taken_pages, twins, wrapped
 
 
@@ -97,35 +99,21 @@ def _kernel(
     tl.store(ok, good)
 
 
-def unsupported(*arrays: jax.Array, **_: int) -> str | None:
-    """Why this call has no kernel; None where it has one."""
-    return too_many_lanes(arrays[-1].shape[0])
-
-
 def ledger_decode(*arrays: jax.Array, page_size: int) -> tuple[jax.Array, ...]:
-    """See `pallas_kernels.ledger_decode`. Returns (req_to_token, lens, counters, loc, positions, ok)."""
+    """See `pallas_kernels.ledger_decode`. Returns the arrays of DECODED, then (loc, positions, ok)."""
     *state, rows, _ = arrays
-    books, fields = Books(*state), Books._fields
     batch = rows.shape[0]
-    lanes = power_of_two(batch)
     return jax_triton_adapter.call(
         _kernel,
         arrays,
         grid=(1,),
-        in_place=tuple(map(fields.index, ("req_to_token", "lens", "counters"))),
+        in_place=tuple(aliases(DECODED)),
         out_shapes=(
             jax.ShapeDtypeStruct((batch,), jnp.int32),
             jax.ShapeDtypeStruct((batch,), jnp.int32),
             jax.ShapeDtypeStruct((), jnp.bool_),
         ),
-        num_warps=min(8, max(1, lanes // 32)),
+        num_warps=warps_of(batch),
         num_stages=1,
-        BATCH=batch,
-        LANES=lanes,
-        OTHERS=min(16, lanes),
-        ROWS=books.req_to_token.shape[0],
-        WIDTH=books.req_to_token.shape[1],
-        PAGES=books.pages.shape[0],
-        PAGE=page_size,
-        RING=books.ring,
+        **Books(*state).sizes(batch, page_size),
     )

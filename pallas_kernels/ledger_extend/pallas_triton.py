@@ -18,7 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.arguments import ceil_div, div
-from pallas_kernels.books import ALLOCATED, COMMITTED, FREE_ROWS, HEAD, OWNED_FROM, Books, too_many_lanes
+from pallas_kernels.books import ALLOCATED, COMMITTED, FREE_ROWS, HEAD, OWNED_FROM, Books, aliases
+from pallas_kernels.books import unsupported as unsupported  # for the registry
 from pallas_kernels.ledger_extend import EXTENDED
 from pallas_kernels.pallas_books import (
     barrier,
@@ -142,24 +143,18 @@ def _write_tokens(row, prefix, started, new, needed, last, books, loc, free, hea
     lax.fori_loop(0, pl.cdiv(capacity, block), turn, jnp.int32(0))
 
 
-def unsupported(*arrays: jax.Array, **_: int) -> str | None:
-    """Why this call has no kernel; None where it has one."""
-    return too_many_lanes(arrays[-1].shape[0])
-
-
 def ledger_extend(*arrays: jax.Array, page_size: int, capacity: int, interpret: bool = False) -> tuple[jax.Array, ...]:
     """See `pallas_kernels.ledger_extend`. Returns the arrays of EXTENDED, then (rows, loc, ok)."""
     *state, rows, _, _ = arrays
-    kept = [getattr(Books(*state), name) for name in EXTENDED]
     return pl.pallas_call(
         functools.partial(_kernel, page_size=page_size, interpret=interpret),
         out_shape=(
-            *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in kept),
+            *Books(*state).shapes(EXTENDED),
             jax.ShapeDtypeStruct(rows.shape, jnp.int32),
             jax.ShapeDtypeStruct((capacity,), jnp.int32),
             jax.ShapeDtypeStruct((), jnp.bool_),
         ),
-        input_output_aliases={Books._fields.index(name): result for result, name in enumerate(EXTENDED)},
+        input_output_aliases=aliases(EXTENDED),
         compiler_params=plgpu.CompilerParams(num_warps=8, num_stages=1),
         interpret=interpret,
         name="ledger_extend",

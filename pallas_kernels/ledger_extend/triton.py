@@ -12,10 +12,19 @@ import triton
 import triton.language as tl
 
 from pallas_kernels import jax_triton_adapter
-from pallas_kernels.arguments import power_of_two
-from pallas_kernels.books import Books, too_many_lanes
+from pallas_kernels.books import Books, aliases
+from pallas_kernels.books import unsupported as unsupported  # for the registry
 from pallas_kernels.ledger_extend import EXTENDED
-from pallas_kernels.triton_books import exclusive, live_rows, only_if, table_entry, taken_pages, twins, wrapped
+from pallas_kernels.triton_books import (
+    exclusive,
+    live_rows,
+    only_if,
+    slots_of,
+    table_entry,
+    taken_pages,
+    twins,
+    wrapped,
+)
 from pallas_kernels.triton_pages import block_size, give_back
 
 NEW_ROW = tl.constexpr(-1)
@@ -161,39 +170,26 @@ def _kernel(
     tokens = tl.where(good, tokens, 0)
     for start in range(0, tokens, BLOCK):
         token = start + tl.arange(0, BLOCK)
-        mine = (begin[None, :] <= token[:, None]) & (token[:, None] < end[None, :])
+        slot, position, mine = slots_of(
+            token, tokens, begin, end, prefix, started, first, last, pages, free, head, PAGES, PAGE, RING
+        )
         of_row = tl.sum(tl.where(mine, row[None, :], 0), 1)
-        position = token + tl.sum(tl.where(mine, (prefix - begin)[None, :], 0), 1)
-        follow = position + tl.sum(tl.where(mine, (last + 1 - prefix)[None, :], 0), 1)
-        # Pages that the row touches before this one, minus those it had before the call, plus the lanes before.
-        fresh_from = tl.sum(tl.where(mine, started[None, :], 0), 1)
-        rank = position // PAGE - fresh_from + tl.sum(tl.where(mine, first[None, :], 0), 1)
-        fresh = (position // PAGE >= fresh_from) & (token < tokens)
-        index = wrapped(head, rank, PAGES) if RING else free - 1 - rank
-        slot = tl.load(pages + index, mask=fresh, other=0) * PAGE + position % PAGE
-        slot = tl.where(fresh, slot, follow)
-        tl.store(loc + token, tl.where(token < tokens, slot, 0), mask=token < CAPACITY)
+        tl.store(loc + token, slot, mask=token < CAPACITY)
         tl.store(table_entry(table, of_row, position, WIDTH), slot, mask=token < tokens)
     for start in range(tl.cdiv(tokens, BLOCK) * BLOCK, CAPACITY, BLOCK):
         token = start + tl.arange(0, BLOCK)
         tl.store(loc + token, tl.zeros_like(token), mask=token < CAPACITY)
 
 
-def unsupported(*arrays: jax.Array, **_: int) -> str | None:
-    """Why this call has no kernel; None where it has one."""
-    return too_many_lanes(arrays[-1].shape[0])
-
-
 def ledger_extend(*arrays: jax.Array, page_size: int, capacity: int) -> tuple[jax.Array, ...]:
     """See `pallas_kernels.ledger_extend`. Returns the arrays of EXTENDED, then (rows, loc, ok)."""
     *state, rows, _, _ = arrays
-    books, batch = Books(*state), rows.shape[0]
-    lanes = power_of_two(batch)
+    batch = rows.shape[0]
     return jax_triton_adapter.call(
         _kernel,
         arrays,
         grid=(1,),
-        in_place=tuple(map(Books._fields.index, EXTENDED)),
+        in_place=tuple(aliases(EXTENDED)),
         out_shapes=(
             jax.ShapeDtypeStruct((batch,), jnp.int32),
             jax.ShapeDtypeStruct((capacity,), jnp.int32),
@@ -201,14 +197,7 @@ def ledger_extend(*arrays: jax.Array, page_size: int, capacity: int) -> tuple[ja
         ),
         num_warps=8,
         num_stages=1,
-        BATCH=batch,
-        LANES=lanes,
-        OTHERS=min(16, lanes),
         BLOCK=block_size(batch),
         CAPACITY=capacity,
-        ROWS=books.req_to_token.shape[0],
-        WIDTH=books.req_to_token.shape[1],
-        PAGES=books.pages.shape[0],
-        PAGE=page_size,
-        RING=books.ring,
+        **Books(*state).sizes(batch, page_size),
     )

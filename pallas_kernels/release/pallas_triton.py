@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.books import ALLOCATED, FREE_ROWS, HEAD, OWNED_FROM, ROW_FAULTS, Books, too_many_lanes
+from pallas_kernels.books import ALLOCATED, FREE_ROWS, HEAD, OWNED_FROM, ROW_FAULTS, Books, aliases
+from pallas_kernels.books import unsupported as unsupported  # for the registry
 from pallas_kernels.pallas_books import barrier, exclusive, lanes_of, live_rows, number, store, twins
 from pallas_kernels.pallas_pages import Held, give_back, row_pages
 from pallas_kernels.release import RELEASED
@@ -52,19 +53,12 @@ def _kernel(*refs, page_size: int, interpret: bool):
     books.counters[books.free + 2] = page_faults + faults
 
 
-def unsupported(*arrays: jax.Array, **_: int) -> str | None:
-    """Why this call has no kernel; None where it has one."""
-    return too_many_lanes(arrays[-1].shape[0])
-
-
 def release(*arrays: jax.Array, page_size: int, interpret: bool = False) -> tuple[jax.Array, ...]:
     """See `pallas_kernels.release`. Returns the arrays that it updates, in the order of RELEASED."""
-    books = Books(*arrays[:-1])
-    kept = [getattr(books, name) for name in RELEASED]
     return pl.pallas_call(
         functools.partial(_kernel, page_size=page_size, interpret=interpret),
-        out_shape=tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in kept),
-        input_output_aliases={Books._fields.index(name): result for result, name in enumerate(RELEASED)},
+        out_shape=Books(*arrays[:-1]).shapes(RELEASED),
+        input_output_aliases=aliases(RELEASED),
         compiler_params=plgpu.CompilerParams(num_warps=8, num_stages=1),
         interpret=interpret,
         name="release",

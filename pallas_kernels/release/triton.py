@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 
 from pallas_kernels import jax_triton_adapter
-from pallas_kernels.arguments import power_of_two
-from pallas_kernels.books import Books, too_many_lanes
+from pallas_kernels.books import Books, aliases
+from pallas_kernels.books import unsupported as unsupported  # for the registry
 from pallas_kernels.release import RELEASED
 from pallas_kernels.triton_books import exclusive, live_rows, twins
 from pallas_kernels.triton_pages import block_size, give_back
@@ -82,30 +82,17 @@ def _kernel(
         tl.store(counters + 2, page_faults + faults)
 
 
-def unsupported(*arrays: jax.Array, **_: int) -> str | None:
-    """Why this call has no kernel; None where it has one."""
-    return too_many_lanes(arrays[-1].shape[0])
-
-
 def release(*arrays: jax.Array, page_size: int) -> tuple[jax.Array, ...]:
     """See `pallas_kernels.release`. Returns the arrays that it updates, in the order of RELEASED."""
     *state, rows = arrays
-    books, batch = Books(*state), rows.shape[0]
-    lanes = power_of_two(batch)
+    batch = rows.shape[0]
     return jax_triton_adapter.call(
         _kernel,
         arrays,
         grid=(1,),
-        in_place=tuple(map(Books._fields.index, RELEASED)),
+        in_place=tuple(aliases(RELEASED)),
         num_warps=8,
         num_stages=1,
-        BATCH=batch,
-        LANES=lanes,
-        OTHERS=min(16, lanes),
         BLOCK=block_size(batch),
-        ROWS=books.req_to_token.shape[0],
-        WIDTH=books.req_to_token.shape[1],
-        PAGES=books.pages.shape[0],
-        PAGE=page_size,
-        RING=books.ring,
+        **Books(*state).sizes(batch, page_size),
     )

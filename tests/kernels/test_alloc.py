@@ -1,18 +1,22 @@
 """alloc_extend and alloc_decode: every implementation, the same shapes, against a model written token by token."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax.compat import traced_for
 from kvjax.compiled import compile_for, inspect
 from pallas_kernels import registry
 from pallas_kernels.alloc_decode import alloc_decode
 from pallas_kernels.alloc_extend import alloc_extend
-from pallas_kernels.alloc_extend.pallas_triton import block_size, first_token
+from pallas_kernels.alloc_extend.pallas_triton import first_token
+from pallas_kernels.alloc_extend.plan import block_size
 from pallas_kernels.alloc_extend.reference import by_page, by_token
+from tests.kernels import triton_interpreter
 
 EXTEND = {
     "xla": functools.partial(alloc_extend, implementation="xla"),
@@ -96,42 +100,6 @@ def lengths(rng, batch, page_size, total):
     return tuple(x.astype(np.int32) for x in (prefix, prefix + new, last))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", EXTEND)
-def test_extend_agrees_with_the_model(name, shape):
-    batch, page_size, capacity = SHAPES[shape]
-    run = functools.partial(EXTEND[name], page_size=page_size, capacity=capacity)
-    rng, outcomes = np.random.default_rng(7), set()
-    num_pages = capacity // page_size + 2 * batch + 1
-    for case in range(6 if shape in BIG else 30):
-        stack = make_stack(rng, num_pages)
-        prefix, seq, last = lengths(rng, batch, page_size, int(rng.integers(0, capacity + 1 + capacity // 8)))
-        free = num_pages if case % 2 else int(rng.integers(0, num_pages // 2 + 1))
-        want = model_extend(stack, free, prefix, seq, last, page_size, capacity)
-        assert_same(run(stack, i32(free)[0], prefix, seq, last), want)
-        outcomes.add(want[2])
-    assert outcomes == {True, False}
-
-
-@pytest.mark.parametrize(("batch", "page_size"), [(1, 1), (3, 3), (64, 16), (256, 64), (256, 1), (37, 128), (5, 4)])
-@pytest.mark.parametrize("name", DECODE)
-def test_decode_agrees_with_the_model(name, batch, page_size):
-    run = functools.partial(DECODE[name], page_size=page_size)
-    rng, outcomes = np.random.default_rng(3), set()
-    for case in range(20):
-        stack = make_stack(rng, batch + 1)
-        seq = rng.integers(0, 3 * page_size + 2, batch).astype(np.int32)
-        if case % 4 == 0:
-            seq = seq // page_size * page_size + 1  # every lane opens a page
-        last = rng.integers(1, 100_000, batch).astype(np.int32)
-        active = rng.random(batch) < 0.8
-        free = batch if case % 2 else 0
-        want = model_decode(stack, free, seq, last, active, page_size)
-        assert_same(run(stack, i32(free)[0], seq, last, active), want)
-        outcomes.add(want[2])
-    assert outcomes == {True, False}
-
-
 # Exact values from the fault list (sglang#18200, #30892) and from SGLang's own kernel. The free list is in the
 # order of hand-out; the stack holds it reversed.
 EXACT = {
@@ -149,62 +117,174 @@ EXACT = {
 }
 
 
-@pytest.mark.parametrize("case", EXACT)
-@pytest.mark.parametrize("name", EXTEND)
-def test_extend_names_the_slots_that_sglang_names(name, case):
-    prefix, seq, last, pages, slots, taken = EXACT[case]
-    arrays = i32(*pages[::-1]), i32(len(pages))[0], i32(*prefix), i32(*seq), i32(*last)
-    want = np.array(slots + [0] * (12 - len(slots)), np.int32), taken, True
-    assert_same(EXTEND[name](*arrays, page_size=4, capacity=12), want)
+def random_extend(shape):
+    """Calls of a shape, about half of which find no room."""
+    batch, page_size, capacity = SHAPES[shape]
+    rng, static = np.random.default_rng(7), {"page_size": page_size, "capacity": capacity}
+    num_pages = capacity // page_size + 2 * batch + 1
+    for case in range(6 if shape in BIG else 30):
+        stack = make_stack(rng, num_pages)
+        prefix, seq, last = lengths(rng, batch, page_size, int(rng.integers(0, capacity + 1 + capacity // 8)))
+        free = num_pages if case % 2 else int(rng.integers(0, num_pages // 2 + 1))
+        want = model_extend(stack, free, prefix, seq, last, page_size, capacity)
+        yield (stack, np.int32(free), prefix, seq, last), static, want
 
 
-@pytest.mark.parametrize("name", EXTEND)
-def test_extend_never_reads_past_the_free_pages(name):
-    # sglang#30892: four pages wanted, two free. The page below the stack's bottom must not come out twice either.
-    run = functools.partial(EXTEND[name], page_size=4, capacity=16)
-    lanes = i32(0, 0), i32(5, 5), i32(-1, -1)
-    for stack in (i32(2, 1), i32(2, 1, 99, 98, 97)):
-        assert_same(run(stack, i32(2)[0], *lanes), (np.zeros(16), 0, False))
-    assert_same(
-        run(i32(4, 3, 2, 1), i32(4)[0], *lanes),
-        (np.array([4, 5, 6, 7, 8, 12, 13, 14, 15, 16] + [0] * 6), 4, True),
-    )
+def exact_extend():
+    for prefix, seq, last, pages, slots, taken in EXACT.values():
+        want = np.array(slots + [0] * (12 - len(slots)), np.int32), taken, True
+        yield extend(pages, prefix, seq, last, 12), want
 
 
-@pytest.mark.parametrize("name", EXTEND)
-def test_extend_fits_exactly_and_not_by_one(name):
-    stack = i32(4, 3, 2, 1)
-    call = functools.partial(EXTEND[name], page_size=4)
-    full = call(stack, i32(4)[0], i32(0), i32(16), i32(-1), capacity=16)
-    assert_same(full, (np.arange(4, 20), 4, True))  # the last page and the last output
-    assert_same(call(stack, i32(4)[0], i32(0), i32(17), i32(-1), capacity=32), (np.zeros(32), 0, False))
-    assert_same(call(stack, i32(4)[0], i32(0), i32(16), i32(-1), capacity=15), (np.zeros(15), 0, False))
-    assert_same(call(stack, i32(0)[0], i32(2), i32(4), i32(9), capacity=2), (np.array([10, 11]), 0, True))
+def past_the_free_pages():
+    """sglang#30892: four pages wanted, two free. The page below the stack's bottom must not come out twice either."""
+    lanes, none = ([0, 0], [5, 5], [-1, -1], 16), (np.zeros(16), 0, False)
+    yield extend([1, 2], *lanes), none
+    (stack, *rest), static = extend([1, 2], *lanes)
+    yield ((np.append(stack, [99, 98, 97]).astype(np.int32), *rest), static), none
+    yield extend([1, 2, 3, 4], *lanes), (np.array([4, 5, 6, 7, 8, 12, 13, 14, 15, 16] + [0] * 6), 4, True)
 
 
-@pytest.mark.parametrize("name", EXTEND)
-def test_lanes_without_new_tokens_take_nothing(name):
-    lanes = i32(0, 3, 8), i32(0, 3, 8), i32(-1, 6, 11)
-    got = EXTEND[name](i32(1, 2), i32(0)[0], *lanes, page_size=4, capacity=5)
-    assert_same(got, (np.zeros(5), 0, True))
+def exactly_full():
+    """The last page and the last output, and one token more of either."""
+    pages = [1, 2, 3, 4]
+    yield extend(pages, [0], [16], [-1], 16), (np.arange(4, 20), 4, True)
+    yield extend(pages, [0], [17], [-1], 32), (np.zeros(32), 0, False)
+    yield extend(pages, [0], [16], [-1], 15), (np.zeros(15), 0, False)
+    (stack, _, *lanes), static = extend(pages, [2], [4], [9], 2)
+    yield ((stack, np.int32(0), *lanes), static), (np.array([10, 11]), 0, True)
 
 
-@pytest.mark.parametrize("name", DECODE)
-def test_decode_names_the_slots_that_sglang_names(name):
-    run = functools.partial(DECODE[name], page_size=4)
-    stack, on = i32(42, 41, 40), jnp.ones(3, bool)
-    lanes = i32(5, 0, 9), i32(15, -1, 30), on
-    assert_same(run(stack, i32(3)[0], *lanes), (np.array([160, 0, 164]), 2, True))
-    assert_same(run(stack, i32(1)[0], *lanes), (np.zeros(3), 0, False))
-    assert_same(run(stack, i32(0)[0], i32(12, 15, 2), i32(18, 17, 4), on), (np.array([19, 18, 5]), 0, True))
-    off = jnp.array([True, False, False])  # idle lanes need no page, whatever their lengths say
-    assert_same(run(stack, i32(1)[0], i32(5, 5, 9), i32(15, 15, 30), off), (np.array([168, 0, 0]), 1, True))
+def without_new_tokens():
+    (stack, _, *lanes), static = extend([2, 1], [0, 3, 8], [0, 3, 8], [-1, 6, 11], 5)
+    yield ((stack, np.int32(0), *lanes), static), (np.zeros(5), 0, True)
 
 
-@pytest.mark.parametrize("name", DECODE)
-def test_decode_takes_a_page_per_token_at_page_size_one(name):
-    got = DECODE[name](i32(9, 8, 7), i32(3)[0], i32(2, 7), i32(5, 6), jnp.ones(2, bool), page_size=1)
-    assert_same(got, (np.array([7, 8]), 2, True))
+def extend(pages, prefix, seq, last, capacity):
+    """(arrays, static) of a call with pages of 4; the pages stand in the order of hand-out."""
+    lanes = (np.array(x, np.int32) for x in (prefix, seq, last))
+    stack = np.array(pages[::-1], np.int32)
+    return (stack, np.int32(len(pages)), *lanes), {"page_size": 4, "capacity": capacity}
+
+
+def random_decode(batch, page_size):
+    rng = np.random.default_rng(3)
+    for case in range(20):
+        stack = make_stack(rng, batch + 1)
+        seq = rng.integers(0, 3 * page_size + 2, batch).astype(np.int32)
+        if case % 4 == 0:
+            seq = seq // page_size * page_size + 1  # every lane opens a page
+        last = rng.integers(1, 100_000, batch).astype(np.int32)
+        active = rng.random(batch) < 0.8
+        free = batch if case % 2 else 0
+        want = model_decode(stack, free, seq, last, active, page_size)
+        yield (stack, np.int32(free), seq, last, active), {"page_size": page_size}, want
+
+
+def exact_decode():
+    def decode(pages, free, seq, last, active=(True, True, True), page_size=4):
+        arrays = (np.array(x, np.int32) for x in (pages[::-1], free, seq, last))
+        return (*arrays, np.array(active)), {"page_size": page_size}
+
+    pages = [40, 41, 42]
+    yield decode(pages, 3, [5, 0, 9], [15, -1, 30]), (np.array([160, 0, 164]), 2, True)
+    yield decode(pages, 1, [5, 0, 9], [15, -1, 30]), (np.zeros(3), 0, False)
+    yield decode(pages, 0, [12, 15, 2], [18, 17, 4]), (np.array([19, 18, 5]), 0, True)
+    # Idle lanes need no page, whatever their lengths say.
+    idle = decode(pages, 1, [5, 5, 9], [15, 15, 30], [True, False, False])
+    yield idle, (np.array([168, 0, 0]), 1, True)
+    yield decode([7, 8, 9], 3, [2, 7], [5, 6], [True, True], 1), (np.array([7, 8]), 2, True)
+
+
+# operation -> name of some calls -> how they are made: ((arrays, static), what comes out) each.
+MADE = {
+    "alloc_extend": {
+        **{shape: functools.partial(random_extend, shape) for shape in SHAPES},
+        "every slot that sglang names": exact_extend,
+        "past the free pages": past_the_free_pages,
+        "exactly full": exactly_full,
+        "without new tokens": without_new_tokens,
+    },
+    "alloc_decode": {
+        **{
+            f"{batch} lanes, pages of {size}": functools.partial(random_decode, batch, size)
+            for batch, size in [(1, 1), (3, 3), (64, 16), (256, 64), (256, 1), (37, 128), (5, 4)]
+        },
+        "the slots that sglang names": exact_decode,
+    },
+}
+ALWAYS_ROOM = ("every slot that sglang names", "without new tokens")
+IN_PROCESS = {"alloc_extend": EXTEND, "alloc_decode": DECODE}
+# operation, on which calls, what stands in its Triton kernel, what is put there.
+FAULTS = {
+    "the last partial page is not taken": (
+        *("alloc_extend", "three lanes, pages of 3"),
+        *("ceil_div(seq, PAGE) - started", "seq // PAGE - started"),
+    ),
+    "a token too many fits": ("alloc_extend", "exactly full", "tokens <= CAPACITY", "tokens <= CAPACITY + 1"),
+    "the last block is left out": ("alloc_extend", "exactly full", "-(-capacity // block)", "capacity // block - 1"),
+    "the page below the top is taken": ("alloc_decode", "3 lanes, pages of 3", "free - 1 - excl", "free - 2 - excl"),
+    "the last free page stays": ("alloc_decode", "the slots that sglang names", "total <= free", "total < free"),
+    "an idle lane takes a page": ("alloc_decode", "5 lanes, pages of 4", "!= 0) & (seq >= 1)", ">= 0) & (seq >= 1)"),
+}
+
+
+@functools.cache
+def calls(operation, name):
+    """[(arrays, static, what the model makes of them)]."""
+    return [call if len(call) == 3 else (*call[0], call[1]) for call in MADE[operation][name]()]
+
+
+def calls_of_triton(operation, name):
+    """Those that Triton's interpreter does; it takes seconds for each of the big ones, so it gets one that has room."""
+    every = calls(operation, name)
+    return [next(call for call in every if call[2][2])] if name in BIG else every[:10]
+
+
+@pytest.fixture(scope="module")
+def by_triton():
+    """(operation, calls) -> results, and fault -> results, from one process of Triton's interpreter."""
+    asked: dict[Any, Any] = {
+        (operation, name): (f"pallas_kernels.{operation}.triton", operation, {}) for operation, name in ALL
+    }
+    for fault, (operation, name, old, new) in FAULTS.items():
+        change = {"operation": operation, "path": f"pallas_kernels/{operation}/triton.py", "old": old, "new": new}
+        asked[operation, name, fault] = ("tests.kernels.mutants", "call", change)
+    every = [
+        triton_interpreter.Call(module, function, arrays, {**static, **change})
+        for key, (module, function, change) in asked.items()
+        for arrays, static, _ in calls_of_triton(*key[:2])
+    ]
+    results = iter(triton_interpreter.run(every))
+    return {key: [next(results) for _ in calls_of_triton(*key[:2])] for key in asked}
+
+
+ALL = [(operation, name) for operation, made in MADE.items() for name in made]
+NAMES = [(op, name, way) for op, name in ALL for way in (*IN_PROCESS[op], "triton")]
+
+
+def assert_all_same(results, made):
+    for got, (_, _, want) in zip(results, made, strict=True):
+        assert_same(got, want)
+
+
+@pytest.mark.parametrize(("operation", "name", "implementation"), NAMES)
+def test_every_implementation_agrees_with_the_model(operation, name, implementation, request):
+    if implementation == "triton":
+        made = calls_of_triton(operation, name)
+        results = request.getfixturevalue("by_triton")[operation, name]
+    else:
+        made, run = calls(operation, name), IN_PROCESS[operation][implementation]
+        results = (run(*arrays, **static) for arrays, static, _ in made)
+    assert_all_same(results, made)
+    assert name in ALWAYS_ROOM or {want[2] for _, _, want in calls(operation, name)} == {True, False}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_a_triton_kernel_is_caught(by_triton, fault):
+    operation, name, *_ = FAULTS[fault]
+    with pytest.raises(AssertionError):
+        assert_all_same(by_triton[operation, name, fault], calls_of_triton(operation, name))
 
 
 @pytest.mark.parametrize("name", EXTEND)
@@ -332,18 +412,33 @@ def test_none_is_xla_on_a_cpu():
     ("implementation", "interpret", "reason"),
     [
         ("mosaic", False, "alloc_decode has no 'mosaic'.*'xla'"),
-        ("triton", False, "alloc_decode has no 'triton'.*'xla'"),
+        ("triton", False, "'triton' needs an NVIDIA GPU and the platform is 'cpu'"),
         ("cuda", False, "not one of xla, triton, pallas_triton, mosaic"),
         ("xla", True, "interpret=True is for Pallas kernels"),
         ("pallas_triton", False, "needs an NVIDIA GPU and the platform is 'cpu'"),
     ],
 )
 def test_a_named_implementation_that_cannot_run_is_refused(implementation, interpret, reason):
-    if implementation == "pallas_triton" and registry.target_platform() == "gpu":
+    if implementation in ("triton", "pallas_triton") and not interpret and registry.target_platform() == "gpu":
         pytest.skip("runs here")
     arrays = i32(1, 2), i32(2)[0], i32(3), i32(6), jnp.ones(1, bool)
     with pytest.raises(ValueError, match=reason):
         alloc_decode(*arrays, page_size=4, implementation=implementation, interpret=interpret)
+
+
+def test_more_lanes_than_registers_hold_are_refused_or_left_to_xla():
+    lanes = np.zeros(4097, np.int32)
+    arrays = np.ones(3, np.int32), np.int32(3), lanes, lanes
+    extend = functools.partial(alloc_extend, *arrays, lanes, page_size=4, capacity=8)
+    decode = functools.partial(alloc_decode, *arrays, lanes > 0, page_size=4)
+    for call in (extend, decode):
+        with traced_for("NVIDIA H200", 132, "cuda"):
+            for name in ("triton", "pallas_triton"):
+                with pytest.raises(ValueError, match=f"{name}' cannot be used: .*at most 4096 lanes, and this one has"):
+                    call(implementation=name)
+            text = str(jax.make_jaxpr(call)())
+        assert "pallas_call" not in text
+        assert "triton" not in text
 
 
 @pytest.mark.parametrize(

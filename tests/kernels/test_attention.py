@@ -16,7 +16,7 @@ import pytest
 
 from kvjax.compat import traced_for
 from pallas_kernels import registry
-from pallas_kernels.attention import pallas_core
+from pallas_kernels.attention import pallas_triton
 from pallas_kernels.attention.options import Config, Options, prepare
 from pallas_kernels.paged_decode_gqa import paged_decode_gqa
 from pallas_kernels.paged_decode_mla import paged_decode_mla
@@ -81,8 +81,7 @@ def triton_call(case: Case, made: Made) -> triton_interpreter.Call:
     plain = [named[n] for n in ("q", "k", "table", "rows", "lens")]
     arrays, options = prepared(*plain, v=named.get("v"), positions=named.get("positions"), **how)
     arrays = tuple(np.asarray(a) for a in arrays)
-    module = f"pallas_kernels.{case.operation}.triton"
-    return triton_interpreter.Call(module, case.operation, arrays, {"options": options})
+    return triton_interpreter.Call("pallas_kernels.attention.triton", "attend", arrays, {"options": options})
 
 
 def valid_table(made: Made) -> np.ndarray:
@@ -152,7 +151,7 @@ def test_offsets_beyond_32_bits_reach_their_rows(by_triton):
 @pytest.mark.parametrize("fault", ["cols <= stop", "cols < stop - 1"])
 def test_a_kernel_with_a_fault_in_its_last_block_is_caught(fault):
     """The Pallas kernel with one line changed, in a module of its own."""
-    source = inspect.getsource(pallas_core)
+    source = inspect.getsource(pallas_triton)
     assert source.count("held = cols < stop\n") == 1
     faulty = types.ModuleType("faulty")
     exec(source.replace("held = cols < stop\n", f"held = {fault}\n"), faulty.__dict__)
@@ -175,7 +174,7 @@ def test_offsets_that_pallas_would_cut_are_refused_or_passed_over():
             scale=1.0,
             dtype=jnp.float8_e4m3fn,
         )
-        reason = pallas_core.why_not(*arrays, options=options)
+        reason = pallas_triton.unsupported(*arrays, options=options)
         assert (reason is None) == fits
         with traced_for("NVIDIA H200", 132, "cuda"):
             assert registry.best("paged_decode_gqa", *arrays, options=options) == "triton"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from kvjax.compat import traced_for
 from kvjax.pools import MHATokenToKVPool, MLATokenToKVPool
 from kvjax.pools.dtypes import SUPPORTED
 from pallas_kernels import jax_triton_adapter, registry
-from pallas_kernels.kv_write import kv_write, pallas_triton
+from pallas_kernels.kv_write import kv_write, mosaic, pallas_triton
 from pallas_kernels.kv_write.plan import Config, default_config
 from tests.kernels import triton_interpreter
 
@@ -35,6 +36,9 @@ SHAPES = {
     "e5m2 bits as they are": ("float8_e5m2", "float8_e5m2", [(1, 48, [48]), (1, 16, [16])], None),
     "e4m3 from f32, small": ("float8_e4m3fn", "float32", [(1, 16, [16]), (1, 16, [16])], None),
     "long rows": ("float32", "float32", [(9, 128, [128])], None),
+    "e4m3 from bf16, one head": ("float8_e4m3fn", "bfloat16", [(1, 128, [128])], None),
+    "e5m2 from f16, one head": ("float8_e5m2", "float16", [(1, 256, [256])], None),
+    "bf16 from f16, one head": ("bfloat16", "float16", [(1, 128, [128])], None),
 }
 LOC = np.array([5, 0, -1, 2, SLOTS, 23, 1, -(2**31), 2**31 - 1, 9, 0], np.int32)
 DROPPED = [1, 2, 4, 7, 8, 10]  # lanes of LOC: padding, negative, past the end
@@ -151,18 +155,64 @@ def interpreted():
     return dict(zip(calls, results, strict=True))
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("implementation", ["xla", "triton", "pallas_triton"])
+EVERYWHERE = ("xla", "triton", "pallas_triton")
+BY_MOSAIC = [name for name, case in CASES.items() if all(math.prod(leaf.shape[1:]) % 128 == 0 for leaf in case.leaves)]
+
+
+@pytest.mark.parametrize(
+    ("implementation", "name"),
+    [*((way, name) for way in EVERYWHERE for name in CASES), *(("mosaic", name) for name in BY_MOSAIC)],
+)
 def test_every_implementation_writes_the_same_bytes(implementation, name, request):
     """B38: dropped lanes and the last part of a tile; B41, B43: NaN in padding lanes reaches nothing."""
     case = CASES[name]
     if implementation == "triton":
         got = request.getfixturevalue("interpreted")[name]
     else:
-        arrays = (case.leaves, case.values, case.scales, case.loc, case.valid)
-        interpret = implementation == "pallas_triton"
+        arrays = arrays_of(case)
+        if implementation == "mosaic":
+            mosaic_or_skip()
+        interpret = implementation in registry.PALLAS
         got = run(*arrays, dtype=case.dtype, implementation=implementation, interpret=interpret)
     assert_same(got, case)
+
+
+def mosaic_or_skip():
+    """One known reason to be refused; with another one the test goes on and fails."""
+    reason = mosaic.unsupported(*arrays_of(CASES["Llama-3-8B bf16"]), dtype=DTYPES["bfloat16"])
+    if reason is not None and "in place from JAX 0.11 on" in reason:
+        pytest.skip(reason)
+
+
+def arrays_of(case):
+    return case.leaves, case.values, case.scales, case.loc, case.valid
+
+
+@pytest.mark.parametrize(
+    ("version", "device", "name", "reason"),
+    [
+        ("0.10.2", "NVIDIA H200", "Llama-3-8B bf16", r"with JAX 0\.10\.2 .* in place from JAX 0\.11 on"),
+        ("0.11.2", "NVIDIA H200", "DeepSeek-V3 latent bf16", "a row of 1 heads x 576 is no multiple of 128 values"),
+        ("0.11.2", "NVIDIA A100", "Llama-3-8B bf16", r"needs compute capability 9\.0 and this GPU has 8\.0"),
+    ],
+)
+def test_mosaic_says_what_it_cannot_do(version, device, name, reason, monkeypatch):
+    monkeypatch.setattr(jax, "__version__", version)
+    with traced_for(device, 132, "cuda"), pytest.raises(ValueError, match=f"'mosaic' cannot be used: .*{reason}"):
+        run(*arrays_of(CASES[name]), dtype=CASES[name].dtype, implementation="mosaic", interpret=False)
+
+
+def test_mosaic_is_taken_where_neither_form_of_triton_can(monkeypatch):
+    """Without jax-triton, and for a leaf that Pallas' Triton lowering would address with 32 bits."""
+    monkeypatch.setattr(jax, "__version__", "0.12.0.1")
+    value, loc = jax.ShapeDtypeStruct((2, 8, 128), jnp.bfloat16), jax.ShapeDtypeStruct((2,), jnp.int32)
+    taken = []
+    for slots in (2**20, 2**21 + 64):
+        leaf = jax.ShapeDtypeStruct((slots, 8, 128), jnp.uint8)
+        with traced_for("NVIDIA H200", 132, "cuda"):
+            arrays = (leaf,), ((value,),), (None,), loc, None
+            taken.append(registry.best("kv_write", *arrays, dtype=DTYPES["float8_e4m3fn"]))
+    assert taken == ["pallas_triton", "mosaic"]
 
 
 @pytest.mark.parametrize("config", [Config(1, 2, 1), Config(4, 32, 1)], ids=str)
@@ -210,7 +260,7 @@ def test_what_a_kernel_cannot_do_is_said(values, dtype, reason):
 def test_a_gpu_without_e4m3_gets_xla_and_others_the_kernel():
     def best(device, name):
         case = CASES[name]
-        arrays = (case.leaves, case.values, case.scales, case.loc, case.valid)
+        arrays = arrays_of(case)
         with traced_for(device, 100, "cuda"):
             return registry.best("kv_write", *arrays, dtype=case.dtype)
 
@@ -263,3 +313,19 @@ def test_the_pools_write_through_it_under_vmap_too():
         latents.set_mla_kv_buffer(0, [4], np.ones((1, 1, 4)), np.ones((1, 1, 2)), implementation="nothing")
     many = jax.vmap(lambda loc: pool.set_kv_buffer(1, loc, k, k).k[1])(jnp.array([[4, 5, 6], [7, 8, 9]]))
     assert [np.nonzero(np.asarray(leaf).any((1, 2)))[0].tolist() for leaf in many] == [[4, 5, 6], [7, 8, 9]]
+
+
+def test_mosaic_writes_many_pools_under_vmap():
+    mosaic_or_skip()
+    rng, kind = np.random.default_rng(0), jnp.float32
+    leaves, values = (rng.normal(size=(3, n, 1, 128)).astype(kind) for n in (9, 4))
+    loc = np.array([[1, 0, 3, 8], [2, -1, 9, 4], [7, 6, 5, 1]], np.int32)
+
+    def write(implementation, interpret, leaf, value, loc):
+        how = {"dtype": kind, "implementation": implementation, "interpret": interpret}
+        return kv_write((leaf,), ((value,),), loc, **how)[0]
+
+    want, got = (
+        jax.vmap(functools.partial(write, *how))(leaves, values, loc) for how in (("xla", False), ("mosaic", True))
+    )
+    np.testing.assert_array_equal(got, want)

@@ -23,7 +23,7 @@ from kvjax import (
 from kvjax.kernels import books_of, with_books
 from pallas_kernels import pallas_pages, registry
 from pallas_kernels.books import Books
-from pallas_kernels.ledger_decode import ledger_decode
+from pallas_kernels.ledger_decode import DECODED, ledger_decode
 from pallas_kernels.ledger_extend import EXTENDED, ledger_extend
 from pallas_kernels.release import RELEASED, release
 from tests.kernels import mutants
@@ -37,7 +37,7 @@ def _small_blocks(monkeypatch):
     monkeypatch.setattr(pallas_pages, "MOST", 16)
 
 
-UPDATED = {"ledger_decode": ("req_to_token", "lens", "counters"), "ledger_extend": EXTENDED, "release": RELEASED}
+UPDATED = {"ledger_decode": DECODED, "ledger_extend": EXTENDED, "release": RELEASED}
 OPERATIONS = {"ledger_decode": ledger_decode, "ledger_extend": ledger_extend, "release": release}
 COUNT = {"Llama-3-8B serving": 3, "odd batch, pages of 3": 18}  # states per shape and operation, else 12
 # What runs in this process compiles for seconds; the shapes left out differ from these in nothing but sizes.

@@ -30,8 +30,8 @@ def doubled(monkeypatch):
         "pallas_triton": module(2),
         "mosaic": module(3, unsupported=long_rows),
     }
-    monkeypatch.setitem(registry.TABLE, "doubled", {name: name for name in modules})
-    monkeypatch.setattr(registry, "_module", lambda _, implementation: modules[implementation])
+    monkeypatch.setitem(registry.TABLE, "doubled", {name: f"{name}:doubled" for name in modules})
+    monkeypatch.setattr(registry, "_module", modules.__getitem__)
     return modules
 
 
@@ -51,7 +51,8 @@ def test_none_is_xla_on_a_cpu_and_the_first_kernel_that_can_on_a_gpu(monkeypatch
         refuse(monkeypatch, doubled["triton"])
         assert best() == "pallas_triton"
         refuse(monkeypatch, doubled["pallas_triton"])
-        assert best() == "xla"
+        assert registry.best("doubled", X[:5], by=2) == "mosaic"
+        assert best() == "xla"  # rows of 6 are too long
 
 
 def test_none_passes_over_triton_where_jax_triton_is_off(monkeypatch):

@@ -17,8 +17,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.arguments import power_of_two
+from pallas_kernels.attention import plan as plans
 from pallas_kernels.attention.options import Options
-from pallas_kernels.attention.plan import Piece, Plan, make_plan, unsupported
+from pallas_kernels.attention.plan import Piece, Plan, make_plan
 from pallas_kernels.attention.reference import NOTHING_SEEN
 
 LOG2E = 1.4426950408889634  # scores are kept in units of log 2: exp2 is one instruction
@@ -66,13 +67,13 @@ def attend(q, k, req_to_token, rows, kv_lens, *extras, options: Options, interpr
     return result[0].reshape((b, heads, plan.v_dim) if decode else (b, t, heads, plan.v_dim))
 
 
-def why_not(q, k, *arrays, options: Options) -> str | None:
-    """Why a call cannot be done: Pallas widens its 32-bit offsets by the bytes of an array, not by its entries."""
+def unsupported(q, k, *arrays, options: Options) -> str | None:
+    """See `registry`. Pallas widens its 32-bit offsets by the bytes of an array, not by its entries."""
     v = dict(zip(options.extras, arrays[3:], strict=True)).get("v", k)
     for pool in (k, v):
         if pool.dtype.itemsize == 1 and 2**31 < pool.size <= 2**32:
             return f"a pool of {pool.size} one-byte entries would be addressed with signed 32-bit offsets"
-    return unsupported(options)
+    return plans.unsupported(options)
 
 
 def _columns(piece: Piece) -> jax.Array:

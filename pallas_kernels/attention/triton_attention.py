@@ -1,115 +1,15 @@
-"""Split-KV attention over a paged pool as Triton kernels: attention, and a merge of splits.
+"""The attention kernel of `triton.py`: one lane, one KV head, a tile of queries and one split of the keys a program.
 
-The same programs as `pallas_core.py`, which says how padding is kept out. Offsets into pools are 64-bit.
+The same program as in `pallas_triton.py`, which says how padding is kept out. Offsets into pools are 64-bit.
 """
 
 # Inside a kernel everything is a Triton value, whatever the annotations of the language say.
 # pyright: reportArgumentType=false, reportOperatorIssue=false
 
-from __future__ import annotations
-
-from typing import Any
-
-import jax
-import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from pallas_kernels import jax_triton_adapter
-from pallas_kernels.arguments import power_of_two
-from pallas_kernels.attention.options import Options
-from pallas_kernels.attention.plan import Piece, make_plan
-
-LOG2E = tl.constexpr(1.4426950408889634)  # scores are kept in units of log 2: exp2 is one instruction
-NOTHING_SEEN = tl.constexpr(-1e30)  # finite, so that exp2(-inf - maximum) is 0 and never NaN
-
-# What the words of a pool are turned into; 0: nothing, they are values already. fp8 is always read as bytes.
-KINDS = {"float8_e4m3fn": 1, "float8_e5m2": 2, "bfloat16": 3, "float16": 4, "float32": 5}
-
-
-def attend(q, k, req_to_token, rows, kv_lens, *extras, options: Options) -> jax.Array:
-    """What `attention.reference.attend` computes, in one kernel, or two where keys are split."""
-    given = dict(zip(options.extras, extras, strict=True))
-    decode = q.ndim == 3
-    tall = q[:, None] if decode else q
-    plan = make_plan(tall, k, req_to_token, given, options)
-    config, heads = plan.config, q.shape[-2]
-    queries = (plan.batch, plan.tokens, heads)
-    out = jax.ShapeDtypeStruct((*queries, plan.v_dim), q.dtype)
-    if config.splits > 1:
-        stat = jax.ShapeDtypeStruct((*queries, config.splits), jnp.float32)
-        shapes = (jax.ShapeDtypeStruct((*queries, config.splits, plan.v_dim), jnp.float32), stat, stat)
-    else:
-        unused = jax.ShapeDtypeStruct((1,), jnp.float32)
-        shapes = (out, unused, unused)
-    ends: dict[str, Any] = {
-        "SINKS": "sinks" in given,
-        "V_SCALE": 1.0 if options.v_scale is None else options.v_scale,
-        "V_SCALED": "v_scale" in given,
-        "SPLITS": config.splits,
-        "V_DIM": plan.v_dim,
-        **_columns("V", plan.v_pieces),
-    }
-    # A kernel has a fixed number of pointers; `rows` and `k` stand where there is nothing to point to.
-    v = given.get("v", k)
-    k_scale, v_scale, sinks = (given.get(name, rows) for name in ("k_scale", "v_scale", "sinks"))
-    result = jax_triton_adapter.call(
-        _attention,
-        (tall, k, v, req_to_token, rows, kv_lens, given.get("positions", rows), k_scale, v_scale, sinks),
-        grid=plan.grid,
-        out_shapes=shapes,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        DECODE=decode,
-        LATENT=options.rank is not None,
-        KIND=0 if k.dtype == options.dtype and k.dtype.itemsize > 1 else KINDS[options.dtype.name],
-        SCALE=options.scale,
-        K_SCALE=1.0 if options.k_scale is None else options.k_scale,
-        K_SCALED="k_scale" in given,
-        WINDOW=options.window or 0,
-        SOFTCAP=options.softcap or 0.0,
-        EXACT=options.exact,
-        TABLE_ROWS=plan.table_rows,
-        COLUMNS=plan.columns,
-        SLOTS=plan.slots,
-        TOKENS=plan.tokens,
-        KV_HEADS=plan.kv_heads,
-        GROUP=plan.group,
-        Q_DIM=q.shape[-1],
-        K_DIM=k.shape[-1],
-        TILE_HEADS=plan.tile_heads,
-        TILE_TOKENS=plan.tile_tokens,
-        HEAD_TILES=plan.head_tiles,
-        TOKEN_TILES=plan.token_tiles,
-        BLOCK=config.block_n,
-        **_columns("K", plan.k_pieces),
-        **ends,
-    )
-    if config.splits > 1:
-        result = jax_triton_adapter.call(
-            _merge,
-            (*result, v_scale, sinks),
-            grid=(plan.batch * plan.tokens * heads,),
-            out_shapes=(out,),
-            num_warps=4,
-            num_stages=1,
-            HEADS=heads,
-            SPLITS_PADDED=power_of_two(config.splits),
-            **ends,
-        )
-    return result[0].reshape((plan.batch, heads, plan.v_dim) if decode else out.shape)
-
-
-def _columns(name: str, pieces: tuple[Piece, ...]) -> dict[str, int]:
-    """The one or two pieces as constants; a width of 0: there is no second one."""
-    first, second = (*pieces, Piece(0, 0, 0))[:2]
-    return {
-        f"{name}0": first.width,
-        f"{name}0_USED": first.used,
-        f"{name}1": second.width,
-        f"{name}1_USED": second.used,
-        f"{name}1_START": second.start,
-    }
+from pallas_kernels.attention.triton_merge import LOG2E, NOTHING_SEEN
 
 
 @triton.jit
@@ -164,7 +64,7 @@ def _put(out, base, values, real, WIDTH: tl.constexpr, USED: tl.constexpr):
 
 
 @triton.jit
-def _attention(
+def attention(
     q,
     k,
     v,
@@ -326,68 +226,3 @@ def _attention(
         _put(out, answer * V_DIM, total0 * last[:, None], real, V0, V0_USED)
         if V1 > 0:
             _put(out, answer * V_DIM + V1_START, total1 * last[:, None], real, V1, V1_USED)
-
-
-@triton.jit
-def _merge(
-    parts,
-    tops,
-    weights,
-    v_scale,
-    sinks,
-    out,
-    V_SCALE: tl.constexpr,
-    V_SCALED: tl.constexpr,
-    SINKS: tl.constexpr,
-    HEADS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SPLITS_PADDED: tl.constexpr,
-    V_DIM: tl.constexpr,
-    V0: tl.constexpr,
-    V0_USED: tl.constexpr,
-    V1: tl.constexpr,
-    V1_USED: tl.constexpr,
-    V1_START: tl.constexpr,
-):
-    """One program per query: the splits' sums, weighted by their maxima."""
-    query = tl.program_id(0).to(tl.int64)
-    split = tl.arange(0, SPLITS_PADDED)
-    there = split < SPLITS
-    top = tl.load(tops + query * SPLITS + split, mask=there, other=NOTHING_SEEN)
-    weight = tl.load(weights + query * SPLITS + split, mask=there, other=0.0)
-    best = tl.max(top, axis=0)
-    if SINKS:
-        sink = tl.load(sinks + query % HEADS).to(tl.float32) * LOG2E
-        best = tl.maximum(best, sink)
-    share = tl.where(there, tl.exp2(top - best), 0.0)
-    whole = tl.sum(share * weight, axis=0)
-    if SINKS:
-        whole += tl.exp2(sink - best)
-    last = V_SCALE / tl.where(whole > 0, whole, 1.0)
-    if V_SCALED:
-        last = last * tl.load(v_scale)
-    _merge_columns(parts, out, query, split, there, share * last, SPLITS, V_DIM, 0, V0, V0_USED)
-    if V1 > 0:
-        _merge_columns(parts, out, query, split, there, share * last, SPLITS, V_DIM, V1_START, V1, V1_USED)
-
-
-@triton.jit
-def _merge_columns(
-    parts,
-    out,
-    query,
-    split,
-    there,
-    share,
-    SPLITS: tl.constexpr,
-    V_DIM: tl.constexpr,
-    START: tl.constexpr,
-    WIDTH: tl.constexpr,
-    USED: tl.constexpr,
-):
-    column = tl.arange(0, WIDTH)
-    here = column < USED
-    at = parts + ((query * SPLITS + split) * V_DIM)[:, None] + START + column[None, :]
-    total = tl.load(at, mask=there[:, None] & here[None, :], other=0.0)
-    value = tl.sum(total * share[:, None], axis=0)
-    tl.store(out + query * V_DIM + START + column, value.to(out.dtype.element_ty), mask=here)
