@@ -64,9 +64,9 @@ def attention(title: str, shape: Shape) -> Search:
     q = jax.ShapeDtypeStruct((shape.batch, shape.new, shape.heads, shape.dim), given["q"].dtype)
     call = (q, given["k"], given["table"], extras, static)
     key = plan.tuning_key(*call[:3], shape.dim if shape.rank is None else shape.rank, static)
+    name = registry.best(operation.__name__, *arrays, options=static)
 
     def timer() -> Timer:
-        name = registry.best(operation.__name__, *arrays, options=static)
         if name == "xla":
             raise ValueError(f"no kernel can do {operation.__name__} here; install jax-triton (extra `cuda12`)")
         _, ordered, _ = kernels.call_of(shape, kernels.arrays(shape))
@@ -77,7 +77,7 @@ def attention(title: str, shape: Shape) -> Search:
 
         return seconds
 
-    return Search(title, "paged_attention", key, plan.candidates(*call), timer)
+    return Search(title, plan.tuned_as(name), key, plan.candidates(*call), timer)
 
 
 def write(title: str, shape: Shape, dtype: Any) -> Search:

@@ -30,7 +30,7 @@ def attend(q, k, req_to_token, rows, kv_lens, *extras, options: Options, interpr
     given = dict(zip(options.extras, extras, strict=True))
     decode = q.ndim == 3
     tall = q[:, None] if decode else q
-    plan = make_plan(tall, k, req_to_token, given, options)
+    plan = make_plan(tall, k, req_to_token, given, options, "pallas_triton")
     b, t, config = plan.batch, plan.tokens, plan.config
     grouped = (b, t, plan.kv_heads, plan.group)
     inputs = {"q": tall.reshape(*grouped, tall.shape[-1]), "k": k, "table": req_to_token, "rows": rows, "lens": kv_lens}

@@ -88,14 +88,15 @@ def unsupported(options: Options) -> str | None:
     return None
 
 
-def make_plan(q, k, table, given, options: Options) -> Plan:
-    """The plan of checked arguments; q: [b, t, Hq, D]; given: extras by name."""
+def make_plan(q, k, table, given, options: Options, by: str) -> Plan:
+    """The plan of checked arguments; q: [b, t, Hq, D]; given: extras by name; by: the implementation that asks, for
+    what is fastest for one may not even compile with another."""
     b, t, heads, _ = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
     k_pieces, v_pieces, v_dim = _pieces_of(q, given, options)
     config = options.config or tuning.chosen(
-        "paged_attention", tuning_key(q, k, table, v_dim, options), default_for(q, k, table, given, options)
+        tuned_as(by), tuning_key(q, k, table, v_dim, options), default_for(q, k, table, given, options)
     )
     tile_heads = min(power_of_two(group), config.block_m)
     tile_tokens = config.block_m // tile_heads
@@ -180,6 +181,11 @@ def _near(value: int, least: int, most: int) -> dict[int, int]:
         n: abs(n.bit_length() - value.bit_length()) or 1 for n in (below // 4, below // 2, below, 2 * below, 4 * below)
     }
     return {value: 0} | {n: away for n, away in steps.items() if n != value and least <= n <= most}
+
+
+def tuned_as(by: str) -> str:
+    """The operation under which configs of an implementation stand in a tuning file."""
+    return f"paged_attention, {by}"
 
 
 def tuning_key(q, k, table, v_dim: int, options: Options) -> str:

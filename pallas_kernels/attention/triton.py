@@ -27,7 +27,7 @@ def attend(q, k, req_to_token, rows, kv_lens, *extras, options: Options) -> jax.
     given = dict(zip(options.extras, extras, strict=True))
     decode = q.ndim == 3
     tall = q[:, None] if decode else q
-    plan = make_plan(tall, k, req_to_token, given, options)
+    plan = make_plan(tall, k, req_to_token, given, options, "triton")
     config, heads = plan.config, q.shape[-2]
     queries = (plan.batch, plan.tokens, heads)
     out = jax.ShapeDtypeStruct((*queries, plan.v_dim), q.dtype)

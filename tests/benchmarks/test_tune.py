@@ -11,12 +11,15 @@ from benchmarks import in_place, kernels, tune
 from benchmarks.__main__ import main
 from benchmarks.shapes import SHAPES, Shape
 from kvjax.compat import traced_for
-from pallas_kernels import tuning
+from pallas_kernels import jax_triton_adapter, tuning
 from pallas_kernels.attention import options, plan
 from pallas_kernels.attention.plan import Config
 from pallas_kernels.kv_write import plan as write_plan
 
 H200 = "NVIDIA H200"
+# The kernel that is searched, and another one.
+BEST, OTHER = ("triton", "pallas_triton") if jax_triton_adapter.why_not() is None else ("pallas_triton", "triton")
+ATTENTION = plan.tuned_as(BEST)
 
 
 @pytest.fixture(scope="module")
@@ -25,14 +28,14 @@ def wanted():
         return tune.searches()
 
 
-def asked_by_the_kernel(shape: Shape) -> Config:
+def asked_by_the_kernel(shape: Shape, by: str = BEST) -> Config:
     """The config that a call of this shape gets while it is traced."""
     given = jax.eval_shape(lambda: kernels.arrays(shape))
     _, _, how = kernels.call_of(shape, given)
     extras = {"v": given.get("v"), "positions": given["positions"] if shape.new > 1 else None}
     _, static = options.prepare(given["q"], given["k"], given["table"], given["rows"], given["lens"], **extras, **how)
     q = jax.ShapeDtypeStruct((shape.batch, shape.new, shape.heads, shape.dim), jnp.bfloat16)
-    return plan.make_plan(q, given["k"], given["table"], extras, static).config
+    return plan.make_plan(q, given["k"], given["table"], extras, static, by).config
 
 
 def made_up(one):
@@ -52,7 +55,7 @@ def made_up(one):
 def test_every_shape_is_searched_each_key_once(wanted):
     keys = [(one.operation, one.key) for one in wanted]
     assert len(set(keys)) == len(keys)
-    assert {one.title for one in wanted if one.operation == "paged_attention"} == set(SHAPES)
+    assert {one.title for one in wanted if one.operation == ATTENTION} == set(SHAPES)
     with traced_for(H200, 132, "cuda"):
         writes = {
             ("kv_write", write_plan.tuning_key(*in_place.write_shapes(shape, dtype)))
@@ -84,7 +87,7 @@ def test_candidates_of_a_call_do_not_exceed_what_it_holds():
         q = jax.ShapeDtypeStruct((shape.batch, 1, *given["q"].shape[1:]), jnp.bfloat16)
         call = (q, given["k"], given["table"], {"v": given["v"]}, static)
         found = plan.candidates(*call)
-        assert found[0] == plan.default_for(*call) == plan.make_plan(*call).config
+        assert found[0] == plan.default_for(*call) == plan.make_plan(*call, BEST).config
         assert {config.block_m for config in found} == {16}
         assert {config.splits for config in found} == {1}
 
@@ -97,12 +100,14 @@ def test_what_was_found_is_what_the_kernels_ask_for(tmp_path, monkeypatch, wante
     best = {(one.operation, one.key): one.candidates[-1] for one in wanted}
     with traced_for(H200, 132, "cuda"):
         for one in wanted:
-            if one.operation == "paged_attention":
+            if one.operation == ATTENTION:
                 assert asked_by_the_kernel(SHAPES[one.title]) == one.candidates[0]
         monkeypatch.setenv(tuning.FOLDER, str(tmp_path))
         for one in wanted:
-            if one.operation == "paged_attention":
+            if one.operation == ATTENTION:
                 assert asked_by_the_kernel(SHAPES[one.title]) == one.candidates[-1] != one.candidates[0]
+                other = asked_by_the_kernel(SHAPES[one.title], OTHER)
+                assert other == one.candidates[0], "what was found for one kernel is not taken by another"
         for shape in SHAPES.values():
             for dtype in (jnp.bfloat16, jnp.float8_e4m3fn):
                 call = in_place.write_shapes(shape, dtype)
@@ -118,7 +123,7 @@ def test_a_search_without_a_candidate_that_works_is_told_and_the_others_go_on(tm
     assert {m.config["key"] for m in measured} == {second.key}
     assert f"{first.title}: no candidate config" in capsys.readouterr().err
     kept = tuning.read(tuning.path_for(H200, tmp_path), H200)
-    assert kept == {"paged_attention": {second.key: dataclasses.asdict(second.candidates[-1])}}
+    assert kept == {ATTENTION: {second.key: dataclasses.asdict(second.candidates[-1])}}
 
 
 def test_without_a_gpu_a_sentence_says_that_nothing_was_searched(tmp_path, capsys):

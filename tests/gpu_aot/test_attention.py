@@ -59,7 +59,7 @@ def made(shape: Shape, *, v_dim=None, compute=BF16, dtype=None, words=None, **st
         operation, arguments, how = paged_decode_gqa, (q, k, v, table, lane, lane), {}
     _, options = prepared(q, k, table, lane, lane, v=v, positions=positions, rank=shape.rank, **static)
     plan = make_plan(
-        jax.ShapeDtypeStruct((shape.batch, shape.new, *q.shape[-2:]), compute), k, table, {"v": v}, options
+        jax.ShapeDtypeStruct((shape.batch, shape.new, *q.shape[-2:]), compute), k, table, {"v": v}, options, "triton"
     )
     splits = plan.config.splits
     scratch = 4 * shape.batch * shape.new * shape.heads * splits * (plan.v_dim + 2) if splits > 1 else 0
