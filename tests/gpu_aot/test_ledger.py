@@ -18,6 +18,7 @@ from kvjax import (
 )
 from kvjax.compiled import compile_for, inspect
 from kvjax.compiled.resources import compile_for_h200
+from pallas_kernels import jax_triton_adapter
 
 IMPLEMENTATIONS = ("triton", "pallas_triton")
 SPILL_BYTES, SHARED_BYTES = 64, 227 * 1024  # per thread; per block, on compute capability 9.0
@@ -130,5 +131,5 @@ def test_many_ledgers_under_vmap_take_the_jax_numpy_code(operation):
     ledger, lane = abstract("three lanes, pages of 3")
     many = jax.tree.map(lambda a: jax.ShapeDtypeStruct((4, *a.shape), a.dtype), (ledger, lane, lane, lane))
     facts = inspect(compile_for(jax.vmap(OPERATIONS[operation]), many, "h200", donate_argnums=0))
-    assert facts.kernels > 1
+    assert facts.kernels > 1 or jax_triton_adapter.why_not(), "Pallas kernels have a batching rule"
     assert facts.alias_bytes >= nbytes(many[0])

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import pytest
 
 from kvjax.compat import traced_for
-from pallas_kernels import registry
+from pallas_kernels import jax_triton_adapter, registry
 
 H200 = functools.partial(traced_for, "NVIDIA H200", 132, "cuda")
 X = jnp.arange(6.0)
+JAX = jax.__version__
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +33,11 @@ def doubled(monkeypatch):
     }
     monkeypatch.setitem(registry.TABLE, "doubled", {name: f"{name}:doubled" for name in modules})
     monkeypatch.setattr(registry, "_module", modules.__getitem__)
+    # These have no kernel in them, so jax-triton need not work with the installed JAX.
+    reason = jax_triton_adapter._why_not  # of a version of JAX
+    monkeypatch.setattr(
+        jax_triton_adapter, "_why_not", lambda jax_version: None if jax_version == JAX else reason(jax_version)
+    )
     return modules
 
 
@@ -56,11 +62,11 @@ def test_none_is_xla_on_a_cpu_and_the_first_kernel_that_can_on_a_gpu(monkeypatch
 
 
 def test_none_passes_over_triton_where_jax_triton_is_off(monkeypatch):
-    monkeypatch.setattr(jax, "__version__", "0.12.0.1")
+    monkeypatch.setattr(jax, "__version__", "0.12.0.2")
     with H200():
         assert best() == "pallas_triton"
         assert "triton" not in registry.available("doubled")
-        with pytest.raises(ValueError, match=r"'triton' cannot be used: .* JAX 0\.12\.0\.1.*choose one of 'xla'"):
+        with pytest.raises(ValueError, match=r"'triton' cannot be used: .* JAX 0\.12\.0\.2.*choose one of 'xla'"):
             registry.call("doubled", "triton", False, X, by=2)
 
 
