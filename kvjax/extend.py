@@ -1,7 +1,8 @@
 """`alloc_for_extend`: rows and slots for a chunk of prefill, as SGLang's function of that name does on the host.
 
 What is asked becomes a `Chunk`, which is judged first; then pages beyond the kept prefixes go back, new ones are
-taken, and the table and the lengths are written. A call that is refused changes nothing.
+taken, and the table and the lengths are written. A call that is refused changes nothing; only, where an allocator with
+need_sort would have merged its staged pages first, as SGLang's does, the merge stays.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from kvjax.freelist import all_distinct
 from kvjax.indexing import in_range, put, put2, take, take2
 from kvjax.kernels import books_of, serves, with_books
 from kvjax.layout import NEW_ROW, NO_LOC, ceil_div, page_of, positive, round_down, round_up
-from kvjax.ledger import ALLOCATED, COMMITTED, OWNED_FROM, WINDOW_FROM, Ledger, row_pages
+from kvjax.ledger import ALLOCATED, COMMITTED, OWNED_FROM, WINDOW_FROM, Ledger, as_ledger, row_pages
 from kvjax.operation import int32, once_if, operation, same_length
 from kvjax.ragged import lanes_of
 from kvjax.window import edge, needed_from
@@ -53,14 +54,16 @@ def alloc_for_extend(
         in prefix_loc whose slots do not lie in their pages in order, one whose window the
         window layers do not hold any more, and whatever the allocator refuses.
         Taken on trust: that the whole pages of such a prefix are handed out, and those from owned_from on are nobody
-        else's. `check_invariants` sees it where they are not.
+        else's. So pass only slots that a live row or a prefix tree holds: a free page that is named here may be handed
+        out by the same call. `check_invariants` sees it while the page is free, or when one row holds it twice.
 
     Returns (ledger, rows i32[b] with the new rows filled in, loc i32[capacity]: new slots back to back in lane order,
     ok bool[]). On failure rows and loc are 0.
     """
-    width, ps = positive("capacity", capacity), ledger.page_size
+    ps, width = as_ledger("alloc_for_extend", ledger).page_size, positive("capacity", capacity)
     rows, prefix, seq = int32("rows", rows, 1), int32("prefix_lens", prefix_lens, 1), int32("seq_lens", seq_lens, 1)
-    same_length(rows=rows, prefix_lens=prefix, seq_lens=seq)
+    if same_length(rows=rows, prefix_lens=prefix, seq_lens=seq) == 0:
+        return ledger, rows, jnp.zeros(width, jnp.int32), jnp.ones((), jnp.bool_)
     if prefix_loc is not None and jnp.shape(prefix_loc)[-1:] == (0,):
         prefix_loc = None  # nothing was found
     found_elsewhere = None if prefix_loc is None and owned_from is None else "prefix_loc and owned_from"

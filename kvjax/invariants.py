@@ -16,7 +16,7 @@ from jax.experimental import checkify
 from kvjax import freelist
 from kvjax.indexing import in_range, put
 from kvjax.layout import ceil_div, page_of, round_up
-from kvjax.ledger import WINDOW_FROM, Ledger, Table
+from kvjax.ledger import WINDOW_FROM, Ledger, Table, as_ledger
 from kvjax.operation import int32, narrow, operation, state, unbatched
 from kvjax.rows import HybridReqToTokenPool
 from kvjax.rows.hybrid import EMPTY, NOTHING, STAGE
@@ -24,11 +24,11 @@ from kvjax.rows.hybrid import EMPTY, NOTHING, STAGE
 MEANING = {
     "free_and_live": "on the free list and in a live row",
     "listed_twice": "listed free more than once",
-    "listed_outside": "entries of the free list that name no page",
+    "listed_outside": "entries of the free list, or of tree_pages, that name no page",
     "owned_twice": "owned by more than one row, or by a row and the prefix tree",
     "lost": "neither free nor owned by a row nor in the prefix tree",
     "borrowed_from_nobody": "used by a row that does not own it, and owned by nobody",
-    "broken_entry": "rows whose slots do not fill their pages in order",
+    "broken_entry": "rows whose slots do not fill their pages in order, or that hold a page twice",
     "committed_gt_allocated": "rows with more committed than allocated tokens, or lengths outside the row",
     "row_listed_twice": "rows listed free more than once, or that do not exist",
     "free_row_has_tokens": "free rows that still have a length",
@@ -89,7 +89,7 @@ def check_invariants(
 
 def report(ledger: Ledger, tree_pages: jax.Array | None = None, tree_slots: jax.Array | None = None) -> str:
     """The broken rules with the pages, rows or state slots concerned, read to the host; "" for a sound ledger."""
-    unbatched("report", ledger.lens, 2)
+    unbatched("report", as_ledger("report", ledger).lens, 2)
     found = jax.device_get(_jitted_offenders(ledger, narrow(tree_pages), narrow(tree_slots)))
     lines = []
     for name in MEANING:  # jit returns dicts by alphabet
@@ -112,7 +112,7 @@ def assert_sound(ledger: Ledger, tree_pages: jax.Array | None = None, tree_slots
 
 def _offenders(ledger: Ledger, tree_pages: jax.Array | None, tree_slots: jax.Array | None) -> dict[str, jax.Array]:
     """For every rule, which pages (bool[num_pages + 1]), rows (bool[size + 1]) or state slots break it."""
-    table, ps, pages = ledger.table, ledger.page_size, ledger.allocator.num_pages
+    table, ps, pages = as_ledger("check_invariants", ledger).table, ledger.page_size, ledger.allocator.num_pages
     listed, outside = ledger.allocator.owns_free_marks()
 
     free_row, no_row = freelist.occurrences(
@@ -141,11 +141,15 @@ def _offenders(ledger: Ledger, tree_pages: jax.Array | None, tree_slots: jax.Arr
 
     tree = jnp.zeros(pages + 1, bool)
     if tree_pages is not None:
-        tree = put(tree, int32("tree_pages", tree_pages, 1), True, lower=1)
+        named = int32("tree_pages", tree_pages, 1)
+        tree = put(tree, named, True, lower=1)
+        outside += jnp.sum((named != 0) & ~in_range(named, pages + 1, 1), dtype=jnp.int32)
     real = jnp.arange(pages + 1) > 0
 
     head = jnp.repeat(page * ps, ps, axis=1, total_repeat_length=page.shape[1] * ps)[:, : table.max_context_len]
     broken = jnp.any(inside & (table.req_to_token != head + position % ps), axis=1)
+    ordered = jnp.sort(jnp.where(used, page, 0), axis=1)
+    broken |= jnp.any((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != 0), axis=1)
     lengths = (committed > allocated) | (committed < 0) | (allocated > table.max_context_len)
     lengths |= (own < 0) | (own % ps != 0) | (own > round_up(allocated, ps))
 

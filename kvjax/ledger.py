@@ -121,6 +121,13 @@ class Ledger:
         return Ledger(self.table.clear(), self.allocator.clear(), jnp.zeros_like(self.lens), self.window)
 
 
+def as_ledger(what: str, value: Any) -> Ledger:
+    """`value`, which is a Ledger; ValueError otherwise. what: the operation that asks."""
+    if not isinstance(value, Ledger):
+        raise ValueError(f"{what} works on a kvjax.Ledger, got {type(value).__name__}; pass Ledger.create(...).")
+    return value
+
+
 def row_pages(
     table: Table, rows: jax.Array, start: jax.Array, end: jax.Array, used: jax.Array, page_size: int
 ) -> jax.Array:

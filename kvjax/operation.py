@@ -45,7 +45,7 @@ def narrow(value: Any) -> Any:
             value = np.asarray(value)
         else:
             return type(value)(narrow(v) for v in value)
-    if isinstance(value, str | bytes | set | frozenset | dict | range):
+    if isinstance(value, str | bytes | set | frozenset | dict | range | slice):
         raise ValueError(f"{value!r} is no array; pass a jax or numpy array, or a list of whole numbers.")
     if isinstance(value, (int, np.integer)):
         value = np.asarray(value)
@@ -70,6 +70,8 @@ def operation(*static_argnames: str) -> Callable[[Callable[P, R]], Callable[P, R
 
         @functools.wraps(fn)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            for name in static_argnames:
+                _compile_time(name, kwargs.get(name))
             values = [narrow(a) for a in args]
             named = {k: v if k in static_argnames else narrow(v) for k, v in kwargs.items()}
             return jitted(*values, **named)
@@ -79,7 +81,18 @@ def operation(*static_argnames: str) -> Callable[[Callable[P, R]], Callable[P, R
     return wrap
 
 
-def _array(name: str, value: Any) -> jax.Array:
+def _compile_time(name: str, value: Any) -> None:
+    try:
+        hash(value)
+    except TypeError:
+        raise ValueError(
+            f"{name} is part of what is compiled, so it must be a plain Python value, got {type(value).__name__}; "
+            "pass an int or a str that is known before the program runs."
+        ) from None
+
+
+def as_array(name: str, value: Any) -> jax.Array:
+    """`value` as an array; ValueError naming it where it is none."""
     try:
         return jnp.asarray(value)
     except (TypeError, ValueError) as error:
@@ -88,7 +101,7 @@ def _array(name: str, value: Any) -> jax.Array:
 
 def int32(name: str, value: Any, ndim: int) -> jax.Array:
     """`value` as an i32 array of rank `ndim`; ValueError for another rank or dtype."""
-    array = _array(name, value)
+    array = as_array(name, value)
     if array.dtype != jnp.int32:
         raise ValueError(f"{name} must be int32, got {array.dtype}; cast it with .astype(jnp.int32).")
     if array.ndim != ndim:
@@ -98,11 +111,11 @@ def int32(name: str, value: Any, ndim: int) -> jax.Array:
 
 def mask(name: str, value: Any, shape: tuple[int, ...]) -> jax.Array:
     """`value` as a bool array of the given shape; ValueError otherwise."""
-    array = _array(name, value)
+    array = as_array(name, value)
     if array.dtype != jnp.bool_:
         raise ValueError(f"{name} must be bool, got {array.dtype}; compare or cast it with .astype(bool).")
     if array.shape != shape:
-        raise ValueError(f"{name} must have shape {shape} like the other lanes, got {array.shape}.")
+        raise ValueError(f"{name} must have shape {shape}, one entry per lane, got {array.shape}.")
     return array
 
 

@@ -15,7 +15,7 @@ from kvjax.freelist import all_distinct, is_first
 from kvjax.indexing import put, put2, take, take2
 from kvjax.kernels import books_of, serves, with_books
 from kvjax.layout import NO_LOC, round_down
-from kvjax.ledger import ALLOCATED, COMMITTED, OWNED_FROM, WINDOW_FROM, Ledger, row_pages
+from kvjax.ledger import ALLOCATED, COMMITTED, OWNED_FROM, WINDOW_FROM, Ledger, as_ledger, row_pages
 from kvjax.operation import int32, mask, once_if, operation, same_length
 from kvjax.window import give_back, needed_from
 from pallas_kernels.ledger_decode import ledger_decode
@@ -35,9 +35,11 @@ def alloc_for_decode(
     implementation: see `kvjax.alloc_for_extend`.
     Returns (ledger, loc i32[b], positions i32[b], ok bool[]); 0 on lanes that are not active and on failure.
     """
-    rows, table, ps = int32("rows", rows, 1), ledger.table, ledger.page_size
+    ps, table, rows = as_ledger("alloc_for_decode", ledger).page_size, ledger.table, int32("rows", rows, 1)
     if active is not None:
         active = mask("active", active, rows.shape)
+    if rows.shape[0] == 0:
+        return ledger, rows, rows, jnp.ones((), jnp.bool_)
     if serves("ledger_decode", implementation, ledger, rows, rows, page_size=ps):
         books, loc, position, ok = ledger_decode(
             books_of(ledger), rows, active, page_size=ps, implementation=implementation
@@ -82,7 +84,7 @@ def release_rows(ledger: Ledger, rows: jax.Array, *, implementation: str | None 
     The pages go back as one group, as SGLang's do when requests of a batch finish together. A row that is not live
     changes nothing and counts in the table's faults. implementation: see `kvjax.alloc_for_extend`.
     """
-    rows, table, ps = int32("rows", rows, 1), ledger.table, ledger.page_size
+    ps, table, rows = as_ledger("release_rows", ledger).page_size, ledger.table, int32("rows", rows, 1)
     if serves("release", implementation, ledger, rows, page_size=ps):
         return with_books(ledger, release(books_of(ledger), rows, page_size=ps, implementation=implementation))
     used = table.is_live(rows) & is_first(rows)
@@ -108,6 +110,7 @@ def set_committed(ledger: Ledger, rows: jax.Array, committed_lens: jax.Array) ->
     decode, or go back with the row. Returns (ledger, ok); refused as a whole when a row is not live, appears twice,
     its length is outside [0, allocated], or the window before it is gone (then resume with alloc_for_extend, from 0).
     """
+    as_ledger("set_committed", ledger)
     rows, wanted = int32("rows", rows, 1), int32("committed_lens", committed_lens, 1)
     same_length(rows=rows, committed_lens=wanted)
     now, used = take(ledger.lens, rows), rows != 0

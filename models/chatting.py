@@ -80,5 +80,5 @@ def _check_memory(config: ModelConfig, settings: EngineSettings) -> None:
     if pool.nbytes + table > memory:
         raise ValueError(
             f"The KV pool would take {(pool.nbytes + table) / 2**30:,.1f} GiB and this machine has "
-            f"{memory / 2**30:,.1f}; lower the number of pages, the batch or the context length."
+            f"{memory / 2**30:,.1f}; lower the number of pages, the page size, the batch or the context length."
         )

@@ -98,7 +98,9 @@ def main(argv: list[str] | None = None) -> int:
         _run(options)
     except KeyboardInterrupt:
         return 130
-    except (CheckpointError, ChatTemplateError, ValueError) as error:
+    except (CheckpointError, ChatTemplateError) as error:  # the file's fault: its names are no options
+        return _say(str(error))
+    except ValueError as error:
         return _refuse(str(error))
     except OSError as error:
         return _refuse(f"{error.filename or options.model} can not be read: {error.strerror or error}.")
@@ -114,6 +116,10 @@ def _refuse(sentence: str) -> int:
     for name in (field.name for field in dataclasses.fields(Options)):
         option = "--" + name.replace("_", "-")
         sentence = re.sub(rf"^{name}(?= must\b)" if "_" not in name else rf"(?<![\w-]){name}\b", option, sentence)
+    return _say(sentence)
+
+
+def _say(sentence: str) -> int:
     print(" ".join(sentence.split()), file=sys.stderr)  # one line; it may begin with a file's name, so no capital
     return 2
 

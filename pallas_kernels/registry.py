@@ -166,8 +166,10 @@ def _why_not(operation: str, implementation: str, arrays: tuple[Any, ...], stati
 def _refused(operation: str, name: str, interpret: bool, arrays: tuple[Any, ...], static: dict[str, Any]) -> str | None:
     """Why a named choice is refused, with the way out."""
     have = _implementations(operation)
-    others = ", ".join(repr(other) for other in available(operation) if other != name)
-    choose = f"choose one of {others}, or None for the best of the platform"
+    # Kernels need a GPU, so where there is none they are no way out.
+    can = ("xla",) if target_platform() != "gpu" and not interpret else available(operation)
+    others = ", ".join(repr(other) for other in can if other != name)
+    choose = f"choose {'one of ' * (', ' in others)}{others}, or None for the best of the platform"
     if name not in NAMES:
         return f"implementation={name!r} is not one of {', '.join(NAMES)}; {choose}"
     if name not in have:
@@ -175,8 +177,9 @@ def _refused(operation: str, name: str, interpret: bool, arrays: tuple[Any, ...]
     if interpret and name not in PALLAS:
         return f"interpret=True is for Pallas kernels, not for {name!r}; leave it out"
     if name != "xla" and not interpret and target_platform() != "gpu":
-        way = "pass interpret=True to run it in the interpreter, or " if name in PALLAS else ""
-        return f"{operation}: {name!r} needs an NVIDIA GPU and the platform is {target_platform()!r}; {way}{choose}"
+        way = f"; pallas_kernels.{operation} runs it in the interpreter with interpret=True" if name in PALLAS else ""
+        needs = f"{operation}: {name!r} needs an NVIDIA GPU and the platform is {target_platform()!r}"
+        return f"{needs}; {choose}{way}"
     if reason := _why_not(operation, name, arrays, static):
         return f"{operation}: {name!r} cannot be used: {reason}; {choose}"
     return None

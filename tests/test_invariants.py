@@ -195,3 +195,24 @@ def test_host_readers_refuse_a_batch_of_ledgers_in_a_sentence():
         with pytest.raises(ValueError, match=r"reads one state, this is a batch of shape \(2,\); pick one"):
             read(batch)
         read(jax.tree.map(lambda leaf: leaf[1], batch))
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_a_page_that_one_row_holds_twice_breaks_its_entries(page_size):
+    """A prefix is taken on trust: here its page was free, and the same call hands it out."""
+    allocator = (
+        TokenToKVPoolAllocator.create(32) if page_size == 1 else PagedTokenToKVPoolAllocator.create(32, page_size)
+    )
+    ledger = Ledger.create(ReqToTokenPool.create(4, 14), allocator)
+    free = [[page_size + k for k in range(page_size)]]
+    ledger, rows, _, ok = alloc_for_extend(
+        ledger, [-1], [page_size], [2 * page_size], capacity=8, prefix_loc=np.int32(free)
+    )
+    assert ok
+    assert report(ledger) == f"broken_entry: {MEANING['broken_entry']}; rows {rows[0]}"
+
+
+def test_tree_pages_that_do_not_exist_are_told():
+    flags = check_invariants(ledger_of(), tree_pages=[99])
+    assert flags.listed_outside
+    assert not check_invariants(ledger_of(), tree_pages=[0]).any()

@@ -18,6 +18,7 @@ from kvjax import (
     TokenToKVPoolAllocator,
     alloc_for_decode,
     alloc_for_extend,
+    check_invariants,
     release_rows,
     set_committed,
 )
@@ -490,3 +491,36 @@ def test_a_prefix_may_not_begin_with_a_page_that_the_same_call_gives_back():
     slots[1] = loc[:4]  # its first one stays
     _, _, _, ok = alloc_for_extend(ledger, rows, lens, lens + 1, capacity=8, prefix_loc=slots)
     assert ok
+
+
+def test_operations_of_a_ledger_refuse_what_is_none():
+    ledger, row = create(), np.int32([1])
+    calls: dict[str, Any] = {
+        "alloc_for_extend": lambda x: alloc_for_extend(x, row, row, row, capacity=4),
+        "alloc_for_decode": lambda x: alloc_for_decode(x, row),
+        "release_rows": lambda x: release_rows(x, row),
+        "set_committed": lambda x: set_committed(x, row, row),
+        "check_invariants": check_invariants,
+        "report": report,
+    }
+    for name, call in calls.items():
+        for other in (ledger.allocator, ledger.table, None):
+            with pytest.raises(ValueError, match=f"{name} works on a kvjax.Ledger, got {type(other).__name__}; pass"):
+                call(other)
+
+
+@pytest.mark.parametrize("capacity", [[8], np.arange(3), np.array(8)])
+def test_a_capacity_is_known_when_the_program_is_compiled(capacity):
+    with pytest.raises(
+        ValueError, match="capacity is part of what is compiled, so it must be a plain Python value"
+    ):
+        alloc_for_extend(create(), [-1], [0], [4], capacity=capacity)
+
+
+def test_no_lanes_are_no_work():
+    ledger, none = create(), np.zeros(0, np.int32)
+    after, rows, loc, ok = alloc_for_extend(ledger, none, none, none, capacity=4)
+    assert (bool(ok), rows.shape, loc.tolist()) == (True, (0,), [0] * 4)
+    after, loc, positions, ok = alloc_for_decode(after, none)
+    assert (bool(ok), loc.shape, positions.shape) == (True, (0,), (0,))
+    jax.tree.map(np.testing.assert_array_equal, after, ledger)

@@ -66,7 +66,7 @@ def test_int32_shows_dtype_and_shape():
 def test_mask_shows_dtype_and_both_shapes():
     with pytest.raises(ValueError, match="active must be bool, got int32"):
         mask("active", jnp.zeros(2, jnp.int32), (2,))
-    with pytest.raises(ValueError, match=r"active must have shape \(3,\) like the other lanes, got \(2,\)"):
+    with pytest.raises(ValueError, match=r"active must have shape \(3,\), one entry per lane, got \(2,\)"):
         mask("active", jnp.zeros(2, bool), (3,))
 
 

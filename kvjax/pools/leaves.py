@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from kvjax.indexing import in_range, put, take
 from kvjax.layout import INT32_MAX, positive
-from kvjax.operation import int32, operation, same_length
+from kvjax.operation import as_array, int32, operation, same_length
 from kvjax.pools.dtypes import decode
 from pallas_kernels.kv_write.plan import FIRST_WRITABLE
 
@@ -70,7 +70,7 @@ def row_bytes(leaves: tuple[jax.Array, ...]) -> int:
 
 def rows_of(name: str, values: Any, count: int, row: tuple[int, int]) -> jax.Array:
     """`values` as a floating array of shape [count, *row]; ValueError otherwise."""
-    array = jnp.asarray(values)
+    array = as_array(name, values)
     if array.shape != (count, *row):
         raise ValueError(
             f"{name} has shape {array.shape}, but {count} locations and rows of {row} need {(count, *row)}; "
@@ -85,7 +85,10 @@ def scale_of(name: str, value: Any) -> Any:
     """A scale as a float or scalar array, None if there is none; ValueError unless it is a scalar."""
     if value is None or isinstance(value, float):
         return value
-    array = jnp.asarray(value, jnp.float32)
+    array = as_array(name, value) if not isinstance(value, str | bytes | complex) else None
+    if array is None or not (jnp.issubdtype(array.dtype, jnp.floating) or jnp.issubdtype(array.dtype, jnp.integer)):
+        raise ValueError(f"{name} must be a real number, got {value!r}; pass a float or a floating array of shape ().")
+    array = array.astype(jnp.float32)
     if array.ndim:
         raise ValueError(
             f"{name} must be one scalar for the whole tensor, got shape {array.shape}; pass a float or an array of "
@@ -96,7 +99,7 @@ def scale_of(name: str, value: Any) -> Any:
 
 def locations(name: str, loc: Any) -> jax.Array:
     """loc as i32 of any rank."""
-    array = jnp.asarray(loc)
+    array = as_array(name, loc)
     return int32(name, array, array.ndim)
 
 

@@ -33,8 +33,8 @@ class MLATokenToKVPool:
     """The latent of each layer, [slots, 1, width]: kv_lora_rank columns, then qk_rope_head_dim, then zero padding.
 
     The value of a token is the first kv_lora_rank columns of its latent. SGLang's value buffer is a view of them;
-    JAX has no views, and a slice of a leaf would copy the pool, so there is no get_value_buffer: `read` slices what
-    it gathered, and a kernel takes the latent leaf and reads the columns it needs.
+    JAX has no views: `get_value_buffer` slices a leaf, which copies the layer where it is not fused into its use.
+    `read` slices what it gathered, and a kernel takes the latent leaf and reads the columns it needs.
     Writes outside the pool and to slot 0 are dropped. Input is cast to the pool's dtype, without a scale.
     """
 

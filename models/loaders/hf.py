@@ -71,7 +71,8 @@ class _Shards:
 def load_config(directory: Path) -> ModelConfig:
     config = _json(directory, "config.json", _CONFIG_LIMIT)
     if config is None:
-        raise CheckpointError(f"{directory.name} has no config.json; a Hugging Face model directory was expected.")
+        name = directory.name or directory
+        raise CheckpointError(f"{name} has no config.json; a Hugging Face model directory was expected.")
     return from_hf(config, _json(directory, "generation_config.json", _CONFIG_LIMIT))
 
 

@@ -90,7 +90,8 @@ def load(directory: Path, dtype: Any = np.float32) -> tuple[HybridConfig, dict[s
     """(config, canonical weights) of a Hugging Face directory; `CheckpointError` unless it holds exactly those."""
     values = _json(directory, "config.json", _CONFIG_LIMIT)
     if values is None:
-        raise CheckpointError(f"{directory.name} has no config.json; a Hugging Face model directory was expected.")
+        name = directory.name or directory
+        raise CheckpointError(f"{name} has no config.json; a Hugging Face model directory was expected.")
     config = from_hf(values)
     source, stored = _open_shards(directory), stored_tensors(config)
     check_tensors(stored, source.shapes, {"lm_head.weight"} if config.tie_word_embeddings else ())

@@ -87,8 +87,8 @@ def test_a_named_implementation_is_taken(name, mark):
 @pytest.mark.parametrize(
     ("name", "interpret", "reason"),
     [
-        ("triton", False, "'triton' needs an NVIDIA GPU and the platform is 'cpu'; choose one of"),
-        ("pallas_triton", False, "the platform is 'cpu'; pass interpret=True"),
+        ("triton", False, "'triton' needs an NVIDIA GPU and the platform is 'cpu'; choose 'xla', or None"),
+        ("pallas_triton", False, "the platform is 'cpu'; choose .xla., or None.*interpret=True"),
         ("mosaic", True, "'mosaic' cannot be used: rows of 6 are too long to be multiplied by 2; choose"),
         ("triton", True, "interpret=True is for Pallas kernels, not for 'triton'"),
         ("cuda", False, "'cuda' is not one of xla, triton, pallas_triton, mosaic"),

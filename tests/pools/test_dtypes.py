@@ -89,6 +89,17 @@ def test_fp8_cast_rounds_once_and_saturates_for_every_16_bit_value(dtype, source
     assert np.isnan(got.view(dtype)[nan].astype(np.float32)).all(), "NaN must stay NaN"
 
 
+@pytest.mark.parametrize("source", [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float8_e4m3fnuz])
+@pytest.mark.parametrize("dtype", FP8, ids=lambda d: jnp.dtype(d).name)
+def test_one_kind_of_fp8_is_stored_as_another(dtype, source):
+    """The bound of e5m2 is none of e4m3fn's values."""
+    values = jnp.asarray([1, -3, 0.25, 100, 240], source)
+    stored = jax.jit(lambda x: encode(x, dtype, jnp.uint8))(values)
+    want = values.astype(jnp.float32).astype(dtype).astype(jnp.float32)
+    assert decode(stored, dtype, jnp.uint8).astype(jnp.float32).tolist() == want.tolist()
+    assert np.isfinite(want).all()
+
+
 @pytest.mark.parametrize("source", [jnp.float32, jnp.bfloat16])
 def test_fp8_overflow_saturates_whichever_dtype_it_comes_from(source):
     """B49"""

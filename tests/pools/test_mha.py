@@ -269,6 +269,21 @@ def test_scale_values_do_not_retrace_and_other_shapes_are_refused():
     assert traces == 1
     with pytest.raises(ValueError, match=r"v_scale must be one scalar .* \(2,\)"):
         pool.set_kv_buffer(0, [4], k, v, 1.0, np.ones(2))
+    for scale in ("0.5", 1j):
+        with pytest.raises(ValueError, match="k_scale must be a real number, got"):
+            pool.set_kv_buffer(0, [4], k, v, scale)
+
+
+def test_what_is_no_array_is_refused_by_name():
+    pool, (k, v) = make(jnp.float32), tokens(1)
+    for write, name in (
+        (lambda: pool.set_kv_buffer(0, [4], None, v), "k must be an array, got NoneType"),
+        (lambda: pool.set_kv_buffer(0, [4], k, None), "v must be an array, got NoneType"),
+        (lambda: pool.set_kv_buffer(0, slice(4, 5), k, v), r"slice\(4, 5, None\) is no array"),
+        (lambda: pool.read(0, KVWriteLoc(jnp.array([4]))), "loc must be an array, got KVWriteLoc"),
+    ):
+        with pytest.raises(ValueError, match=name):
+            write()
 
 
 # The other writes.
