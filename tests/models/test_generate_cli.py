@@ -96,7 +96,7 @@ def test_help_explains_every_option_without_loading_jax():
         (["--raw", "--system", "Be kind."], "A system message needs a chat template"),
         (["--prompt", ""], "A --prompt is empty"),
         (["--prompt", "\udcff"], "half of a surrogate pair"),
-        (["--implementation", "triton"], "'triton' needs an NVIDIA GPU and the platform is 'cpu'; choose 'xla', or None"),
+        (["--implementation", "triton"], "'triton' needs an NVIDIA GPU and the platform is 'cpu'; choose 'xla'"),
     ],
     ids=lambda value: " ".join(value).encode(errors="replace").decode() if isinstance(value, list) else "",
 )
