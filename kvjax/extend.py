@@ -62,8 +62,7 @@ def alloc_for_extend(
     """
     ps, width = as_ledger("alloc_for_extend", ledger).page_size, positive("capacity", capacity)
     rows, prefix, seq = int32("rows", rows, 1), int32("prefix_lens", prefix_lens, 1), int32("seq_lens", seq_lens, 1)
-    if same_length(rows=rows, prefix_lens=prefix, seq_lens=seq) == 0:
-        return ledger, rows, jnp.zeros(width, jnp.int32), jnp.ones((), jnp.bool_)
+    batch = same_length(rows=rows, prefix_lens=prefix, seq_lens=seq)
     if prefix_loc is not None and jnp.shape(prefix_loc)[-1:] == (0,):
         prefix_loc = None  # nothing was found
     found_elsewhere = None if prefix_loc is None and owned_from is None else "prefix_loc and owned_from"
@@ -73,6 +72,8 @@ def alloc_for_extend(
             books_of(ledger), rows, prefix, seq, page_size=ps, capacity=width, implementation=implementation
         )
         return with_books(ledger, books), rows, loc, ok
+    if batch == 0:
+        return ledger, rows, jnp.zeros(width, jnp.int32), jnp.ones((), jnp.bool_)
 
     chunk = _asked(ledger, rows, prefix, seq, prefix_loc, owned_from)
     surplus = _surplus(chunk, ps)

@@ -33,6 +33,7 @@ def serves(
     lanes, static: the operation's other arguments. reason: why these arguments have no kernel, as a sentence's middle.
     Raises ValueError when a kernel is named and this ledger or call has none.
     """
+    registry.check_name(implementation)
     if implementation == "xla" or lanes[0].shape[0] == 0:
         return False
     reason = reason or _why_none(ledger)

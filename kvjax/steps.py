@@ -38,13 +38,13 @@ def alloc_for_decode(
     ps, table, rows = as_ledger("alloc_for_decode", ledger).page_size, ledger.table, int32("rows", rows, 1)
     if active is not None:
         active = mask("active", active, rows.shape)
-    if rows.shape[0] == 0:
-        return ledger, rows, rows, jnp.ones((), jnp.bool_)
     if serves("ledger_decode", implementation, ledger, rows, rows, page_size=ps):
         books, loc, position, ok = ledger_decode(
             books_of(ledger), rows, active, page_size=ps, implementation=implementation
         )
         return with_books(ledger, books), loc, position, ok
+    if rows.shape[0] == 0:
+        return ledger, rows, rows, jnp.ones((), jnp.bool_)
     live = rows != 0
     if active is not None:
         live &= active

@@ -71,6 +71,8 @@ def slot_mapping(source: Any, rows: Any, start: Any, kv_lens: Any, *, capacity: 
     start = jnp.clip(int32("start", start, 1), 0, lens)
     same_length(rows=rows, start=start)
     capacity = capacity_of(capacity)
+    if rows.shape[0] == 0:
+        return jnp.full(capacity, PAD_SLOT_ID, jnp.int32), jnp.ones((), jnp.bool_)
     new = lens - start
     ok = _fits(new, capacity)
     lane, offset, valid = lanes_of(jnp.where(ok, new, 0), capacity)
@@ -86,6 +88,8 @@ def indptr_table(source: Any, rows: Any, kv_lens: Any, *, page_size: int, capaci
     """
     table, rows, lens, page_size = _lanes(source, rows, kv_lens, page_size)
     capacity = capacity_of(capacity)
+    if rows.shape[0] == 0:
+        return IndptrTable(jnp.zeros(1, jnp.int32), jnp.zeros(capacity, jnp.int32), lens, jnp.ones((), jnp.bool_))
     ok = _fits(ceil_div(lens, page_size), capacity)
     lens = jnp.where(ok, lens, 0)
     count = ceil_div(lens, page_size)

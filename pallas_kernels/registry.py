@@ -78,6 +78,15 @@ def target_platform() -> str:
     return "gpu" if platform in ("cuda", "rocm") else platform
 
 
+def check_name(implementation: str | None) -> None:
+    """ValueError unless it is a name of `NAMES`, or None."""
+    if implementation is not None and implementation not in NAMES:
+        raise ValueError(
+            f"implementation={implementation!r} is not one of {', '.join(NAMES)}; choose one, or None for the best of "
+            "the platform"
+        )
+
+
 def available(operation: str) -> tuple[str, ...]:
     """The implementations of `operation` that this installation can trace, "xla" first. ValueError: no such one."""
     return tuple(n for n in _implementations(operation) if _not_installed(n) is None)
@@ -113,7 +122,8 @@ def call(operation: str, implementation: str | None, interpret: bool, *arrays: A
         return jax.lax.platform_dependent(
             *arrays, cuda=lambda *a: kernel(*a, **static), default=lambda *a: xla(*a, **static)
         )
-    name = implementation or "pallas_triton"
+    check_name(implementation)
+    name = "pallas_triton" if implementation is None else implementation
     if reason := _refused(operation, name, interpret, arrays, static):
         raise ValueError(reason)
     if name in PALLAS:
@@ -170,8 +180,6 @@ def _refused(operation: str, name: str, interpret: bool, arrays: tuple[Any, ...]
     can = ("xla",) if target_platform() != "gpu" and not interpret else available(operation)
     others = ", ".join(repr(other) for other in can if other != name)
     choose = f"choose {'one of ' * (', ' in others)}{others}, or None for the best of the platform"
-    if name not in NAMES:
-        return f"implementation={name!r} is not one of {', '.join(NAMES)}; {choose}"
     if name not in have:
         return f"{operation} has no {name!r} implementation; {choose}"
     if interpret and name not in PALLAS:

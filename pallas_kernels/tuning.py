@@ -51,8 +51,9 @@ def chosen(operation: str, key: str, default: C) -> C:
         return default
     stamp = path.stat().st_mtime_ns
     entries, problem = _read(path, stamp, kind)
-    entry = entries.get(operation, {}).get(key)
-    if entry is not None:
+    tuned = entries.get(operation, {})
+    if key in tuned:
+        entry = tuned[key]
         try:
             return config_from(entry, type(default))
         except ValueError as error:
@@ -70,7 +71,7 @@ def read(path: str | os.PathLike[str], kind: str) -> dict[str, dict[str, Any]]:
     remove = "remove the file, or search again into another folder"
     try:
         content = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read as JSON ({error}); {remove}") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         found = content.get("format") if isinstance(content, dict) else type(content).__name__

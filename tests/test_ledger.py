@@ -511,9 +511,7 @@ def test_operations_of_a_ledger_refuse_what_is_none():
 
 @pytest.mark.parametrize("capacity", [[8], np.arange(3), np.array(8)])
 def test_a_capacity_is_known_when_the_program_is_compiled(capacity):
-    with pytest.raises(
-        ValueError, match="capacity is part of what is compiled, so it must be a plain Python value"
-    ):
+    with pytest.raises(ValueError, match="capacity is part of what is compiled, so it must be a plain Python value"):
         alloc_for_extend(create(), [-1], [0], [4], capacity=capacity)
 
 
@@ -524,3 +522,16 @@ def test_no_lanes_are_no_work():
     after, loc, positions, ok = alloc_for_decode(after, none)
     assert (bool(ok), loc.shape, positions.shape) == (True, (0,), (0,))
     jax.tree.map(np.testing.assert_array_equal, after, ledger)
+
+
+def test_a_name_that_is_none_is_refused_whatever_the_call():
+    ledger, none, row = create(), np.zeros(0, np.int32), np.int32([-1])
+    slots = np.int32([[4, 5, 6, 7]])
+    for call in (
+        lambda **how: release_rows(ledger, none, **how),
+        lambda **how: alloc_for_decode(ledger, none, **how),
+        lambda **how: alloc_for_extend(ledger, none, none, none, capacity=4, **how),
+        lambda **how: alloc_for_extend(ledger, row, row + 5, row + 6, capacity=4, prefix_loc=slots, **how),
+    ):
+        with pytest.raises(ValueError, match="implementation='nonsense' is not one of xla, triton"):
+            call(implementation="nonsense")

@@ -130,3 +130,13 @@ def test_a_ledger_is_a_source_and_its_page_size_counts():
         views.block_table(ledger, rows, lens, page_size=3, columns=3)
     with pytest.raises(ValueError, match="a leaf of 10 slots does not divide into pages of 4"):
         views.paged(jnp.zeros((10, 1, 1)), 4)
+
+
+def test_no_lanes_have_no_slots():
+    ledger = Ledger.create(ReqToTokenPool.create(4, 24), PagedTokenToKVPoolAllocator.create(48, page_size=4))
+    none = np.zeros(0, np.int32)
+    slots, ok = views.slot_mapping(ledger, none, none, none, capacity=3)
+    assert (slots.tolist(), bool(ok)) == ([views.PAD_SLOT_ID] * 3, True)
+    view = views.indptr_table(ledger, none, none, page_size=4, capacity=3)
+    assert (view.kv_indptr.tolist(), view.kv_indices.tolist(), view.kv_last_page_len.tolist()) == ([0], [0] * 3, [])
+    assert bool(view.ok)

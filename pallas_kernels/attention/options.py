@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,6 +17,8 @@ from pallas_kernels import arguments, registry
 EXTRAS = ("v", "positions", "k_scale", "v_scale", "sinks")  # arrays that a call may have or not, in this order
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 _SCALAR = {"k_scale", "v_scale"}
+# Of a config, least and most: above, a kernel would not fit a multiprocessor, or would not finish compiling.
+_EXTENTS = {"block_m": (16, 256), "block_n": (16, 256), "splits": (1, 256), "num_warps": (1, 32), "num_stages": (1, 8)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,11 +32,14 @@ class Config:
     num_stages: int = 2
 
     def __post_init__(self):
-        for name, least in (("block_m", 16), ("block_n", 16), ("splits", 1), ("num_warps", 1), ("num_stages", 1)):
+        for name, (least, most) in _EXTENTS.items():
             value = getattr(self, name)
             arguments.check_size(name, value)
-            if value < least or (name not in ("splits", "num_stages") and value & (value - 1)):
-                raise ValueError(f"{name} is {value}; a power of two of at least {least} was expected.")
+            if name in ("splits", "num_stages"):
+                if value > most:
+                    raise ValueError(f"{name} is {value}; at most {most} was expected.")
+            elif not least <= value <= most or value & (value - 1):
+                raise ValueError(f"{name} is {value}; a power of two from {least} to {most} was expected.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,18 +93,53 @@ def prepare(
 
     q: [b, Hq, D], or [b, t, Hq, D] with positions i32[b, t].
     """
+    for name, array in (("q", q), ("k", k)):
+        if not hasattr(array, "shape"):
+            raise ValueError(f"{name} must be an array, got {type(array).__name__}; wrap it in jnp.asarray.")
     given = {"v": v, "positions": positions, "sinks": sinks}
-    static |= {"scale": float(scale), "dtype": jnp.dtype(k.dtype if dtype is None else dtype)}
+    static |= {"scale": _known("scale", scale, float), "dtype": _dtype(k.dtype if dtype is None else dtype)}
+    for name, kind in (("window", operator.index), ("block", operator.index), ("softcap", float)):
+        if static.get(name) is not None:
+            static[name] = _known(name, static[name], kind)
+    if (config := static.get("config")) is not None and not isinstance(config, Config):
+        raise ValueError(f"config must be an attention.options.Config or None, got {config!r}.")
     for name, value in (("k_scale", k_scale), ("v_scale", v_scale)):
         if isinstance(value, int | float):
             static[name] = float(value)
         else:
             given[name] = value
     present: dict[str, Any] = {name: given[name] for name in EXTRAS if given.get(name) is not None}
-    extras = {name: value if hasattr(value, "shape") else jnp.asarray(value) for name, value in present.items()}
+    extras = {name: _array(name, value) for name, value in present.items()}
     options = Options(**static, extras=tuple(extras))
     _check(q, k, req_to_token, rows, kv_lens, options, extras)
     return (q, k, req_to_token, rows, kv_lens, *extras.values()), options
+
+
+def _known(name: str, value: Any, kind: Callable[[Any], Any]) -> Any:
+    """`value` as a Python number: it is part of what is compiled."""
+    try:
+        return kind(value)
+    except (TypeError, ValueError, OverflowError):  # JAX's errors for traced values are TypeErrors
+        wanted = "whole number" if kind is operator.index else "number"
+        raise ValueError(
+            f"{name} must be a {wanted} that is known when the program is compiled, got {value!r}; pass a Python one."
+        ) from None
+
+
+def _dtype(value: Any) -> np.dtype:
+    try:
+        return jnp.dtype(value)
+    except TypeError:
+        raise ValueError(f"dtype {value!r} is none that JAX knows; pass what the pool's words mean.") from None
+
+
+def _array(name: str, value: Any) -> jax.Array:
+    if hasattr(value, "shape"):
+        return value
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} must be an array, got {value!r}: {error}") from None
 
 
 def _check(q, k, req_to_token, rows, kv_lens, options: Options, extras: dict[str, jax.Array]) -> None:
@@ -143,8 +186,8 @@ def _check(q, k, req_to_token, rows, kv_lens, options: Options, extras: dict[str
         value = getattr(options, name)
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ValueError(f"{name} must be at least 1, got {value}.")
-    if options.softcap is not None and not options.softcap > 0:
-        raise ValueError(f"softcap must be above 0, got {options.softcap}; None means no cap.")
+    if options.softcap is not None and not 0 < options.softcap < math.inf:
+        raise ValueError(f"softcap must be above 0 and finite, got {options.softcap}; None means no cap.")
 
 
 def _check_pool(name: str, pool: jax.Array, dtype: np.dtype) -> None:

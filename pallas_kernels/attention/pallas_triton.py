@@ -103,6 +103,8 @@ def _attention(*refs, names, plan: Plan, options: Options, v_dtype):
     if "positions" in inputs:
         position = plgpu.load(inputs["positions"].at[lane, near])
         first = inputs["positions"][lane, jnp.minimum(tile * plan.tile_tokens, plan.tokens - 1)]
+        # Padding at the end of a lane may say 0, where the window has long been gone.
+        first = jnp.maximum(first, inputs["positions"][lane, 0])
     else:
         position, first = jnp.full((m,), length - 1), length - 1
     stop = jnp.minimum(jnp.max(position) + 1, length)

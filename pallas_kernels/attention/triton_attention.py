@@ -147,6 +147,8 @@ def attention(
     stop = tl.minimum(tl.max(position, axis=0) + 1, length)
     start = 0
     if WINDOW > 0:
+        if not DECODE:  # padding at the end of a lane may say 0, where the window has long been gone
+            first = tl.maximum(first, tl.load(positions + lane * TOKENS))
         start = tl.maximum(first - WINDOW + 1, 0)
 
     query = lane.to(tl.int64) * TOKENS + near

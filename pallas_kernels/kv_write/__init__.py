@@ -37,9 +37,18 @@ def kv_write(
     """
     scales = (None,) * len(leaves) if scales is None else scales
     _check(leaves, values, scales, loc, valid, jnp.dtype(dtype))
+    values = tuple(
+        tuple(_divisible(part) if scale is not None else part for part in parts)
+        for parts, scale in zip(values, scales, strict=True)
+    )
     return registry.call(
         "kv_write", implementation, interpret, leaves, values, scales, loc, valid, dtype=jnp.dtype(dtype)
     )
+
+
+def _divisible(part: jax.Array) -> jax.Array:
+    """fp8 as float32: JAX does not promote it, and its quotients would lose what the cast is for."""
+    return part.astype(jnp.float32) if part.dtype.itemsize == 1 else part
 
 
 def _check(leaves, values, scales, loc, valid, dtype) -> None:
@@ -49,6 +58,9 @@ def _check(leaves, values, scales, loc, valid, dtype) -> None:
     rows = loc.shape[0]
     if valid is not None:
         arguments.check_array("valid", valid, jnp.bool_, (rows,))
+    for scale in scales:
+        if scale is not None and jnp.shape(scale) != ():
+            raise ValueError(f"a scale has shape {jnp.shape(scale)}; one scalar for a whole leaf was expected")
     for leaf, parts in zip(leaves, values, strict=True):
         arguments.check_array("leaf", leaf, leaf.dtype, (leaves[0].shape[0], None, None))
         unsigned = jnp.dtype(f"uint{8 * dtype.itemsize}")

@@ -17,8 +17,8 @@ def encode(values: jax.Array, dtype: Any, store_dtype: Any, scale: Any = None) -
     fp8 saturates at 448 (e4m3fn) and 57,344 (e5m2), where a bare cast gives NaN or infinity; NaN stays NaN.
     """
     dtype = jnp.dtype(dtype)
-    if values.dtype.itemsize == 1 and values.dtype != dtype:
-        values = values.astype(jnp.float32)  # one kind of fp8 may not hold the other's bound
+    if values.dtype.itemsize == 1 and (scale is not None or values.dtype != dtype):
+        values = values.astype(jnp.float32)  # a quotient needs it, and one kind of fp8 may not hold the other's bound
     if scale is not None:
         values = _divide(values, scale)
     if values.dtype != dtype:

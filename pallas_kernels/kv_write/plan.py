@@ -13,6 +13,7 @@ from pallas_kernels.arguments import power_of_two
 # The lowest slot that a write may reach. Only slot 0 is closed, as in SGLang's GPU writers, and not all of page 0:
 # a replay of SGLang's own traces writes slots 1 .. page_size - 1 too. No allocator hands those out.
 FIRST_WRITABLE = 1
+MOST_WARPS, MOST_ENTRIES = 32, 1 << 16  # of a program: above, it would not compile, or not in a sensible time
 VECTOR = 16  # bytes that a thread of a GPU moves at once
 MOST_CANDIDATES = 48  # that a search times
 FLOATS = tuple(jnp.dtype(name) for name in ("float32", "bfloat16", "float16"))
@@ -78,8 +79,13 @@ class Config:
 
     def __post_init__(self):
         for name, value in dataclasses.asdict(self).items():
-            if value < 1 or value & (value - 1):
-                raise ValueError(f"{name} is {value}; a power of two was expected.")
+            most = MOST_WARPS if name == "num_warps" else MOST_ENTRIES
+            if not 1 <= value <= most or value & (value - 1):
+                raise ValueError(f"{name} is {value}; a power of two up to {most} was expected.")
+        if self.tokens * self.columns > MOST_ENTRIES:
+            raise ValueError(
+                f"a tile of {self.tokens} tokens x {self.columns} columns has more than {MOST_ENTRIES} entries."
+            )
 
 
 def default_config(leaves: tuple[Any, ...], values: tuple[tuple[Any, ...], ...], loc: Any) -> Config:

@@ -82,7 +82,7 @@ CASES = {
     "latents without rope": latent(3, 16, 0, page=1, config=None),
     "Llama-3-8B chunk": Case(8, 2, 128, 128, lens=(21, 9, 0), q_lens=(9, 2, 0), compute=BF16, dtype=BF16),
     "SmolLM2 drafts": Case(9, 3, 64, 64, q_lens=(3, 2, 0, 1)),
-    "window chunk": Case(*(4, 2, 16, 16), page=4, q_lens=(12, 7, 0, 1), window=10, sinks=True, softcap=2.0, words=True),
+    "window chunk": Case(*(4, 2, 16, 16), page=4, q_lens=(12, 7, 0, 1), window=5, sinks=True, softcap=2.0, words=True),
     "latent chunk": latent(16, 64, 16, q_lens=(5, 5, 0, 1), config=Config(32, 16, 1)),
 }
 
@@ -109,6 +109,7 @@ def make(case: Case, seed: int = 0, poison: float = np.nan) -> Made:
     pages = -(-columns // case.page)
     order = rng.permutation(lanes * pages) + 1  # page 0 is padding
     rows = rng.permutation(lanes) + 1
+    holds = []
     table = rng.choice(np.array(TABLE_PADDING, np.int32), (lanes + 1, columns))
     slots = (lanes * pages + 1) * case.page
     k = np.full((slots, case.kv_heads, case.width or case.dim), poison, np.float32)
@@ -116,12 +117,17 @@ def make(case: Case, seed: int = 0, poison: float = np.nan) -> Made:
     for lane, length in enumerate(case.lens):
         mine = order[lane * pages : (lane + 1) * pages, None] * case.page + np.arange(case.page)
         held = mine.reshape(-1)[:length]
+        holds.append(held)
         table[rows[lane], :length] = held
         k[held] = rng.normal(0, 1 / (case.k_scale or 1), (length, *k.shape[1:]))
         v[held] = rng.normal(0, 1 / (case.v_scale or 1), (length, *v.shape[1:]))
+        if case.window is not None:  # what no query sees any more: the slots may be another's, the entries anything
+            gone = max(0, length - (1 if case.q_lens is None else case.q_lens[lane]) - case.window + 1)
+            k[held[:gone]] = v[held[:gone]] = poison
+            if lane % 2:
+                table[rows[lane], :gone] = rng.choice(np.array(TABLE_PADDING, np.int32), gone)
     k, v = (np.asarray(jnp.asarray(x).astype(case.dtype)) for x in (k, v))
-    held = [table[rows[lane], :length] for lane, length in enumerate(case.lens)]
-    wide = [(k[h].astype(np.float64)[..., : case.dim], v[h].astype(np.float64)) for h in held]
+    wide = [(k[h].astype(np.float64)[..., : case.dim], v[h].astype(np.float64)) for h in holds]
     if case.rank is not None:
         wide = [(keys, keys[..., : case.rank]) for keys, _ in wide]
     if case.words:

@@ -205,6 +205,14 @@ def test_mistakes_are_refused_with_a_reason():
     for change, message in (
         ({"dtype": jnp.bfloat16}, "k holds float32 words for values of dtype bfloat16"),
         ({"window": 0}, "window must be at least 1, got 0"),
+        ({"window": 2.5}, "window must be a whole number that is known when the program is compiled, got 2.5"),
+        ({"softcap": np.inf}, "softcap must be above 0 and finite"),
+        ({"softcap": "a"}, "softcap must be a number that is known"),
+        ({"scale": None}, "scale must be a number that is known"),
+        ({"k_scale": "a"}, "k_scale must be an array, got 'a'"),
+        ({"dtype": "hello"}, "dtype 'hello' is none that JAX knows"),
+        ({"config": {}}, r"config must be an attention.options.Config or None, got \{\}"),
+        ({"implementation": ""}, "implementation='' is not one of xla, triton"),
         ({"softcap": 0.0}, "softcap must be above 0"),
         ({"sinks": np.zeros(3, np.float32)}, r"sinks has shape \(3,\)"),
         ({"k_scale": np.ones(3, np.float32)}, r"k_scale has shape \(3,\)"),
@@ -217,7 +225,23 @@ def test_mistakes_are_refused_with_a_reason():
         OPERATIONS["paged_decode_mla"](made.q, made.k, *good[3:], rank=8, **how)
     with pytest.raises(ValueError, match=r"\[b, t, heads, head_dim\] for a chunk"):
         OPERATIONS["paged_extend"](*good[:5], made.rows[:, None], good[5], **how)
-    with pytest.raises(ValueError, match="block_n is 24; a power of two of at least 16"):
+    for name, size in (("block_m", 16384), ("splits", 10**9), ("num_warps", 64)):
+        with pytest.raises(ValueError, match=f"{name} is {size}; "):
+            Config(**{name: size})
+    with pytest.raises(ValueError, match="q must be an array, got list"):
+        paged_decode_gqa([1.0], *good[1:], **how)  # pyright: ignore[reportArgumentType]: that is the mistake
+    with pytest.raises(ValueError, match="scale must be a number that is known when the program is compiled"):
+        jax.jit(lambda s: paged_decode_gqa(*good, **how | {"scale": s}))(1.0)
+    with pytest.raises(ValueError, match="block_n is 24; a power of two from 16 to 256"):
         Config(block_n=24)
     assert Options(1.0, jnp.dtype(F32), precision=jax.lax.Precision.HIGHEST).exact
     assert not Options(1.0, jnp.dtype(F32)).exact
+
+
+def test_numbers_of_numpy_and_jax_are_numbers():
+    made = make(CASES["Gemma-3 window layer"])
+    good, how = arguments(CASES["Gemma-3 window layer"], made)
+    plain = paged_decode_gqa(*good, **how)
+    for window, cap in ((np.int32(7), np.float32(2.0)), (jnp.int32(7), jnp.float32(2.0))):
+        same = jax.jit(lambda *a, w=window, c=cap: paged_decode_gqa(*a, **how | {"window": w, "softcap": c}))(*good)
+        np.testing.assert_array_equal(same, plain)

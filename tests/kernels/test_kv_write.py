@@ -329,3 +329,15 @@ def test_mosaic_writes_many_pools_under_vmap():
         jax.vmap(functools.partial(write, *how))(leaves, values, loc) for how in (("xla", False), ("mosaic", True))
     )
     np.testing.assert_array_equal(got, want)
+
+
+def test_fp8_values_are_divided_as_float32():
+    leaf = jnp.zeros((4, 1, 8), jnp.float8_e4m3fn)
+    values = jnp.arange(8, dtype=jnp.float32).reshape(1, 1, 8)
+    (got,) = kv_write(
+        (leaf,), ((values.astype(leaf.dtype),),), jnp.array([2], jnp.int32), dtype=leaf.dtype, scales=(0.5,)
+    )
+    assert got[2].astype(jnp.float32).tolist() == (values[0] * 2).tolist()
+    for scale in (jnp.ones(2), jnp.ones(1)):
+        with pytest.raises(ValueError, match=r"a scale has shape .*; one scalar for a whole leaf was expected"):
+            kv_write((leaf,), ((values,),), jnp.array([2], jnp.int32), dtype=leaf.dtype, scales=(scale,))

@@ -69,6 +69,12 @@ GOOD = {"format": 1, "device_kind": H200, "kernels": {"kv_write": {"a": dataclas
     [
         ("{", "cannot be read as JSON"),
         ("\xff\xfe".encode("latin-1"), "cannot be read as JSON"),
+        ("[" * 100_000, "cannot be read as JSON"),
+        (GOOD | {"kernels": {"kv_write": {"a": None}}}, "None is no Config"),
+        (
+            GOOD | {"kernels": {"kv_write": {"a": dataclasses.asdict(FAST) | {"columns": 2**40}}}},
+            "columns is 1099511627776",
+        ),
         ("[1, 2]", "is no tuning file of format 1 .format: 'list'"),
         (GOOD | {"format": 2}, "is no tuning file of format 1 .format: 2"),
         (GOOD | {"device_kind": "NVIDIA B200"}, "is for 'NVIDIA B200' and this device is 'NVIDIA H200'"),
