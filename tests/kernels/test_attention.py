@@ -209,7 +209,7 @@ def test_mistakes_are_refused_with_a_reason():
         ({"softcap": np.inf}, "softcap must be above 0 and finite"),
         ({"softcap": "a"}, "softcap must be a number that is known"),
         ({"scale": None}, "scale must be a number that is known"),
-        ({"k_scale": "a"}, "k_scale must be an array, got 'a'"),
+        ({"k_scale": "x"}, "k_scale must be an array, got 'x'"),
         ({"dtype": "hello"}, "dtype 'hello' is none that JAX knows"),
         ({"config": {}}, r"config must be an attention.options.Config or None, got \{\}"),
         ({"implementation": ""}, "implementation='' is not one of xla, triton"),

@@ -631,6 +631,9 @@ class LedgerDriver(Driver):
         _partition(m.allocator, [*owned, *tree])
         borrowed = {page for row in m.rows.live() for page in m.borrowed_pages(row)}
         assert borrowed <= {*owned, *tree}, "the driver let a shared page go"
+        for row in m.rows.live():  # ... and had the same call hand it to the row that borrows it
+            pages = [*m.borrowed_pages(row), *m.owned_pages(row)]
+            assert len(set(pages)) == len(pages), "the driver let a shared page go"
 
     # --- inventing -----------------------------------------------------------------------------------------------
 
