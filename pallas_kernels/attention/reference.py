@@ -43,8 +43,9 @@ def _blockwise(q, k_pool, table, rows, kv_lens, positions, given, options: Optio
     rows = jnp.where(in_use, rows, 0)[:, None]
     lens = jnp.where(in_use, jnp.clip(kv_lens, 0, table.shape[1]), 0)
     keys_seen = jnp.minimum(positions + 1, lens[:, None])  # i32[b, t]
-    begin = _first_seen(positions, lens, window)  # i32[b]
-    first = take2(table, rows, begin[:, None])  # i32[b, 1], a slot that the row certainly holds
+    begin = None if window is None else _first_seen(positions, lens, window)  # i32[b]
+    # i32[b, 1], a slot that the row certainly holds
+    first = take2(table, rows, jnp.zeros_like(rows) if begin is None else begin[:, None])
 
     kv_heads = k_pool.shape[1]
     v_dim = given["v"].shape[-1] if rank is None else q_dim
@@ -59,7 +60,9 @@ def _blockwise(q, k_pool, table, rows, kv_lens, positions, given, options: Optio
         def turn(i, carry):
             top, weight, total = carry
             cols = i * block + jnp.arange(block, dtype=jnp.int32)
-            held = (cols >= begin[:, None]) & (cols < lens[:, None])  # bool[b, block]
+            held = cols < lens[:, None]  # bool[b, block]
+            if begin is not None:
+                held &= cols >= begin[:, None]
             # Redirected before the gather, on int32: a mask on the scores alone would leave 0 * NaN in the value sum.
             loc = jnp.where(held, take2(table, *jnp.broadcast_arrays(rows, cols)), first)
             k = _rows(k_pool, loc, options.dtype)[..., :q_dim].astype(q.dtype)
@@ -87,7 +90,8 @@ def _blockwise(q, k_pool, table, rows, kv_lens, positions, given, options: Optio
             jnp.zeros(heads, jnp.float32),
             jnp.zeros((*heads, v_dim), jnp.float32),
         )
-        return lax.fori_loop(jnp.min(begin) // block, ceil_div(jnp.max(lens), block), turn, empty)
+        start = 0 if begin is None else jnp.min(begin) // block
+        return lax.fori_loop(start, ceil_div(jnp.max(lens), block), turn, empty)
 
     lanes = (groups, rows, first, begin, lens, keys_seen, positions)
     if t == 1 and target_platform() == "cpu":
@@ -108,13 +112,11 @@ def _blockwise(q, k_pool, table, rows, kv_lens, positions, given, options: Optio
     return out.transpose(0, 2, 1, 3, 4).reshape(b, t, q_heads, -1).astype(q.dtype)
 
 
-def _first_seen(positions: jax.Array, lens: jax.Array, window: int | None) -> jax.Array:
+def _first_seen(positions: jax.Array, lens: jax.Array, window: int) -> jax.Array:
     """i32[b]: the first column that a query of the lane sees; positions rise along a lane, padding behind them.
 
     What is before it has left the window: its slots may be another row's by now, or nobody's.
     """
-    if window is None:
-        return jnp.zeros_like(lens)
     return jnp.maximum(jnp.minimum(positions[:, 0], lens - 1) - window + 1, 0)
 
 
