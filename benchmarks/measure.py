@@ -74,7 +74,7 @@ def working(
     for name, call in calls.items():
         try:
             jax.block_until_ready(call() if make is None else call(make[name]()))
-        except Exception as error:  # compilers raise what they like
+        except Exception as error:  # compilers raise what they like; it is told, and the others are still timed
             print(f"{title}: {name} is left out: {str(error)[:500]}", file=sys.stderr)
         else:
             found[name] = call

@@ -51,8 +51,8 @@ def alloc_for_extend(
         where a kernel is named that cannot serve this ledger (kvjax.kernels says which ones it can).
     Refused (ok == False, nothing changed): a row that is not live or appears twice, seq past the row's width, a prefix
         longer than the row's committed tokens, a prefix that ends inside a page which the row does not own, a prefix
-        in prefix_loc whose slots do not lie in their pages in order, one whose window the
-        window layers do not hold any more, and whatever the allocator refuses.
+        in prefix_loc whose slots do not lie in their pages in order, one whose window the window layers do not hold any
+        more, and whatever the allocator refuses.
         Taken on trust: that the whole pages of such a prefix are handed out, and those from owned_from on are nobody
         else's. So pass only slots that a live row or a prefix tree holds: a free page that is named here may be handed
         out by the same call. `check_invariants` sees it while the page is free, or when one row holds it twice.
@@ -163,9 +163,8 @@ def _asked(
 def _is_legal(ledger: Ledger, chunk: Chunk) -> jax.Array:
     """bool[]: the lanes make sense, one by one and together; memory is not asked about."""
     ps, table, allocator = ledger.page_size, ledger.table, ledger.allocator
-    rows, prefix, seq, wants, grows, own = (
-        getattr(chunk, name) for name in ("rows", "prefix", "seq", "wants", "grows", "own")
-    )
+    rows, prefix, seq = chunk.rows, chunk.prefix, chunk.seq
+    wants, grows, own = chunk.wants, chunk.grows, chunk.own
     goes_on = ~grows | (prefix % ps == 0) | (own <= round_down(prefix, ps))  # in a page that is the row's own
     legal = jnp.all(
         jnp.where(rows == 0, seq == prefix, (wants | table.is_live(rows)) & (prefix <= chunk.holds))

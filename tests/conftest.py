@@ -7,7 +7,6 @@ test that looks at a program all the same fails. Without the option every test c
 
 import gc
 import os
-from importlib.metadata import version
 from pathlib import Path
 
 # Before JAX is imported: tests run on the CPU, and an installed CUDA plugin may compile without a driver.
@@ -17,10 +16,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import pytest
 
-# An unknown flag ends the process, and from JAX 0.11 on there are no other emitters of fusions left to choose.
-QUICK = "--xla_backend_optimization_level=0"
-if tuple(int(part) for part in version("jax").split(".")[:2]) < (0, 11):
-    QUICK += " --xla_cpu_use_fusion_emitters=false"
+from tests.quick import FLAGS
 
 
 def pytest_addoption(parser):
@@ -34,7 +30,7 @@ def pytest_configure(config):
     if config.getoption("--quick-compile"):
         # XLA reads it once, when JAX makes its backend; workers inherit it.
         flags = os.environ.get("XLA_FLAGS", "")
-        os.environ["XLA_FLAGS"] = flags if QUICK in flags else f"{flags} {QUICK}".strip()
+        os.environ["XLA_FLAGS"] = flags if FLAGS in flags else f"{flags} {FLAGS}".strip()
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import arguments, registry
+from pallas_kernels.kv_write.encoding import divisible
 
 
 def kv_write(
@@ -38,17 +39,12 @@ def kv_write(
     scales = (None,) * len(leaves) if scales is None else scales
     _check(leaves, values, scales, loc, valid, jnp.dtype(dtype))
     values = tuple(
-        tuple(_divisible(part) if scale is not None else part for part in parts)
+        tuple(divisible(part) if scale is not None else part for part in parts)
         for parts, scale in zip(values, scales, strict=True)
     )
     return registry.call(
         "kv_write", implementation, interpret, leaves, values, scales, loc, valid, dtype=jnp.dtype(dtype)
     )
-
-
-def _divisible(part: jax.Array) -> jax.Array:
-    """fp8 as float32: JAX does not promote it, and its quotients would lose what the cast is for."""
-    return part.astype(jnp.float32) if part.dtype.itemsize == 1 else part
 
 
 def _check(leaves, values, scales, loc, valid, dtype) -> None:

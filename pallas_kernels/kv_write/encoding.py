@@ -17,16 +17,20 @@ def encode(values: jax.Array, dtype: Any, store_dtype: Any, scale: Any = None) -
     fp8 saturates at 448 (e4m3fn) and 57,344 (e5m2), where a bare cast gives NaN or infinity; NaN stays NaN.
     """
     dtype = jnp.dtype(dtype)
-    if values.dtype.itemsize == 1 and (scale is not None or values.dtype != dtype):
-        values = values.astype(jnp.float32)  # a quotient needs it, and one kind of fp8 may not hold the other's bound
     if scale is not None:
-        values = _divide(values, scale)
+        values = _divide(divisible(values), scale)
     if values.dtype != dtype:
+        values = divisible(values)  # one kind of fp8 may not hold the other's bound
         if dtype.itemsize == 1:
             bound = float(jnp.finfo(dtype).max)
             values = jnp.clip(values, -bound, bound)
         values = values.astype(dtype)
     return values if dtype == store_dtype else lax.bitcast_convert_type(values, store_dtype)
+
+
+def divisible(values: jax.Array) -> jax.Array:
+    """fp8 values as float32, others as they are: JAX does not promote fp8, and its quotients lose digits."""
+    return values.astype(jnp.float32) if values.dtype.itemsize == 1 else values
 
 
 def _divide(values: jax.Array, scale: Any) -> jax.Array:

@@ -53,6 +53,7 @@ def kv_write(leaves, values, scales, loc, valid, *, dtype, interpret: bool = Fal
 
     # A buffer is updated in place as a reference; a result of the kernel would be a new one.
     written = [jax.new_ref(leaf.reshape(slots, -1)) for leaf in leaves]
+    # By getattr: JAX below 0.11, which is refused before it comes here, has no such name, and a type checker minds.
     how: dict[str, Any] = {"interpret": getattr(plgpu, "InterpretGPUParams")()} if interpret else {}  # noqa: B009
     plgpu.kernel(write, grid=(loc.shape[0],), grid_names=("token",), **how)(loc, *rows, *written)
     return tuple(jax.freeze(new).reshape(leaf.shape) for new, leaf in zip(written, leaves, strict=True))

@@ -11,10 +11,9 @@ import jax
 import numpy as np
 
 from tests.golden import traces
+from tests.quick import FAST_COMPILE
 
 HEADER_KEYS = {"system", "config", "source", "seed", "ops", "limits", "initial"}
-# A file has a few hundred operations on small arrays: compiling takes far longer than running, so as little as can be.
-FAST_COMPILE = {"xla_backend_optimization_level": 0}
 
 
 class Once:

@@ -27,6 +27,7 @@ from kvjax.pools import MHATokenToKVPool, MLATokenToKVPool, SWAKVPool
 from models.batch import Batch
 from models.config import ModelConfig
 from models.decoder import Decoder
+from tests.quick import FAST_COMPILE
 
 
 @dataclass
@@ -36,10 +37,6 @@ class Greedy:
     prompt_logits: np.ndarray  # f32[L, vocab], or [1, vocab]: the last row alone
     tokens: np.ndarray  # i32[steps]
     logits: np.ndarray  # f32[steps, vocab], row t is the one whose argmax is tokens[t]
-
-
-# The models are tiny: compiling takes far longer than running.
-FAST_COMPILE = {"xla_backend_optimization_level": 0}
 
 
 def run_greedy(

@@ -14,7 +14,7 @@ from kvjax.layout import NEW_ROW, round_up
 from models.batch import Batch
 from models.recurrent.decoder import HybridDecoder, create_pool
 from models.recurrent.programs import extend_program
-from tests.parity.harness import FAST_COMPILE
+from tests.quick import FAST_COMPILE
 
 
 class Server:
